@@ -1,0 +1,32 @@
+# Everything a newcomer needs: `make demo` and `make test` work in a fresh clone with Python >= 3.10 and nothing else.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+OLDEST_TIMM = 1.0.15
+
+.PHONY: demo test test-oldest-timm check clean
+
+demo: $(VENV)/ready
+	$(BIN)/maskaq demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+# Parity with timm on the oldest release we declare; the suite itself runs on the newest.
+test-oldest-timm: $(VENV)/ready
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest-timm timm==$(OLDEST_TIMM)
+	PYTHONPATH=$(VENV)/oldest-timm $(BIN)/python -m pytest tests/test_models.py tests/test_load.py
+
+check: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "maskaq needs Python 3.10 or newer; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@

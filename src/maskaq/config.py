@@ -1,0 +1,377 @@
+"""The recipe: every setting of a run, its default, its meaning and its limits, each in one place.
+
+A recipe is a small TOML file of overrides over the defaults here; it may start from another (`extends = "paper"`).
+Unknown keys, wrong types and impossible values are errors that name the key and what is allowed.
+"""
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from maskaq.errors import RecipeError, unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def setting(default: Any, doc: str, *, low: float | None = None, high: float | None = None, choices: Any = None) -> Any:
+    """A dataclass field with its documentation and limits; `maskaq list keys` prints them."""
+    metadata = {"doc": doc, "low": low, "high": high, "choices": choices}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Bit widths of weights and activations, written `w4a8`."""
+
+    weight: int
+    activation: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Bits":
+        match = re.fullmatch(r"w([2-8])a([2-8])", text.strip().lower())
+        if not match:
+            raise RecipeError(f"bits {text!r}: expected wXaY with X and Y from 2 to 8, for example w4a4 or w4a8")
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    bits: str = setting("w4a4", "bit widths of weights and activations, wXaY, 2 to 8 each")
+    weight: str = setting("minmax", "weight quantizer, one per output channel (`maskaq list quantizers`)")
+    activation: str = setting("lsq", "activation quantizer, one per tensor")
+    weight_range: str = setting(
+        "minmax", "how the first weight ranges are found", choices=("minmax", "percentile", "mse")
+    )
+    activation_range: str = setting(
+        "mse", "how the first activation ranges are found", choices=("minmax", "percentile", "mse")
+    )
+    percentile: float = setting(0.999, "share of the values that the percentile range covers", low=0.5, high=1.0)
+    range_images: int = setting(32, "images that set the first activation ranges", low=1)
+    first_last: str = setting(
+        "same",
+        "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
+        choices=("same", "8", "float"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """The adaptive mask m' of Eqs. 11-13."""
+
+    start: float = setting(0.5, "share of patches in the mask at the first step", low=0.0, high=1.0)
+    end: float = setting(0.1, "share of patches in the mask at the last step", low=0.0, high=1.0)
+    drop: float = setting(0.3, "p_drop: share of the masked patches dropped at random at each step", low=0.0, high=0.99)
+    keep_at_least: int = setting(1, "k_min: patches kept whatever is dropped", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthesis:
+    images: int = setting(10_000, "synthetic images", low=1)
+    steps: int = setting(2_000, "optimiser steps for each image", low=1)
+    batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
+    lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0)
+    lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
+    beta1: float = setting(0.9, "Adam's first-moment decay", low=0.0, high=0.9999)
+    beta2: float = setting(0.999, "Adam's second-moment decay", low=0.0, high=0.999999)
+    map: str = setting(
+        "scores",
+        "the attention map A: QK^T before scale and softmax, or the probabilities",
+        choices=("scores", "probs"),
+    )
+    roll: float = setting(
+        8 / 224, "largest random shift, share of the side; twice that in the second half", low=0.0, high=0.5
+    )
+    noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0)
+    colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0)
+    mask: Mask = field(default_factory=Mask)
+    terms: dict[str, float] = setting(
+        {
+            "class_prior": 1.0,
+            "total_variation": 2.5e-5,
+            "head_similarity": 1.0,
+            "similarity_entropy": 1.0,
+            "attention_alignment": 0.1,
+        },
+        "weight of each loss term (`maskaq list terms`); 0 switches one off",
+    )
+    max_lost: float = setting(
+        0.1, "share of the images that may be lost to NaN before the run fails", low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """SimCLR augmentation of the calibration images, drawn for each sample."""
+
+    crop: tuple[float, float] = setting((0.3, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0)
+    flip: float = setting(0.5, "probability of a mirror image", low=0.0, high=1.0)
+    brightness: float = setting(0.8, "brightness factor in [1-b, 1+b]", low=0.0)
+    contrast: float = setting(0.8, "contrast factor in [1-c, 1+c]", low=0.0)
+    saturation: float = setting(0.8, "saturation factor in [1-s, 1+s]", low=0.0)
+    hue: float = setting(0.2, "hue shift in turns", low=0.0, high=0.5)
+    jitter_prob: float = setting(0.8, "probability of the four colour changes", low=0.0, high=1.0)
+    grey: float = setting(0.2, "probability of a grey image", low=0.0, high=1.0)
+    blur: float = setting(0.5, "probability of a Gaussian blur", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    epochs: int = setting(200, "passes over the synthetic images", low=0)
+    batch: int = setting(16, "images per step", low=1)
+    optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
+    lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0)
+    lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
+    momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)
+    weight_decay: float = setting(0.0, "weight decay, of weights only", low=0.0)
+    range_lr: float = setting(
+        1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0
+    )
+    clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0)
+    temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01)
+    mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
+    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 15)", low=0.0)
+    terms: dict[str, float] = setting(
+        {"logit_kl": 1.0, "head_structure": 10.0}, "weight of each loss term (`maskaq list terms`)"
+    )
+    augment: Augment = field(default_factory=Augment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    every: int = setting(30, "epochs between two refreshes of the images; 0: never", low=0)
+    start: str = setting(
+        "warm", "warm continues from the current images (Algorithm 1), cold from noise", choices=("warm", "cold")
+    )
+    steps: int = setting(0, "optimiser steps of a refresh; 0: as many as synthesis.steps", low=0)
+    lr: float = setting(0.0, "learning rate of a refresh; 0: synthesis.lr", low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run. `load_recipe` builds one; nothing changes it afterwards."""
+
+    quantization: Quantization = field(default_factory=Quantization)
+    synthesis: Synthesis = field(default_factory=Synthesis)
+    calibration: Calibration = field(default_factory=Calibration)
+    refresh: Refresh = field(default_factory=Refresh)
+
+    def __post_init__(self) -> None:
+        Bits.parse(self.quantization.bits)
+        if self.synthesis.mask.end > self.synthesis.mask.start:
+            raise RecipeError(
+                f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start {self.synthesis.mask.start}: "
+                "the mask shrinks over the steps"
+            )
+
+    @property
+    def bits(self) -> Bits:
+        return Bits.parse(self.quantization.bits)
+
+    @property
+    def rounds(self) -> list[range]:
+        """The epochs between two syntheses: one range for each round of Algorithm 1."""
+        epochs, every = self.calibration.epochs, self.refresh.every
+        if not every or every >= epochs:
+            return [range(epochs)]
+        return [range(first, min(first + every, epochs)) for first in range(0, epochs, every)]
+
+    def steps_in_round(self, round: int) -> int:
+        return self.refresh.steps if round and self.refresh.steps else self.synthesis.steps
+
+    def lr_in_round(self, round: int) -> float:
+        return self.refresh.lr if round and self.refresh.lr else self.synthesis.lr
+
+
+def load_recipe(source: str | Path = "paper", *overrides: str, bits: str | None = None) -> Recipe:
+    """The recipe of a shipped name or a TOML file, with `key=value` overrides on top.
+
+    >>> load_recipe("quick", "synthesis.steps=50", bits="w3a3").synthesis.steps
+    50
+    """
+    tree = _read_tree(source, seen=())
+    for text in overrides:
+        _merge(tree, _parse_override(text))
+    if bits is not None:
+        _merge(tree, {"quantization": {"bits": bits}})
+    return recipe_from_dict(tree)
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Name -> text of every recipe inside the package."""
+    folder = resources.files("maskaq") / "recipes"
+    files = [f for f in folder.iterdir() if f.name.endswith(".toml")]
+    return {f.name.removesuffix(".toml"): f.read_text() for f in sorted(files, key=lambda f: f.name)}
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(recipe)
+
+
+def recipe_from_dict(tree: Mapping[str, Any]) -> Recipe:
+    """The recipe that `to_dict` turned into plain values."""
+    recipe: Recipe = _build(Recipe, tree, path="")
+    return recipe
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The effective recipe as a TOML file that loads to the same recipe."""
+    lines: list[str] = ["# The effective recipe of this run: every setting, defaults included."]
+    _write_table(lines, to_dict(recipe), path="")
+    return "\n".join(lines) + "\n"
+
+
+def describe_keys() -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, meaning) of every setting."""
+    yield from _describe(Recipe, "")
+
+
+def _read_tree(source: str | Path, seen: tuple[str, ...]) -> dict[str, Any]:
+    name = str(source)
+    if name in seen:
+        raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
+    shipped = shipped_recipes()
+    if name in shipped:
+        text = shipped[name]
+    elif name.endswith(".toml"):
+        try:
+            text = Path(name).read_text()
+        except OSError as error:
+            raise RecipeError(f"cannot read recipe file {name}: {error.strerror}") from error
+    else:
+        raise RecipeError(unknown("recipe", name, shipped) + ". A recipe file of your own ends in .toml")
+    try:
+        tree = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    below = _read_tree(base, (*seen, name))
+    _merge(below, tree)
+    return below
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    key, sign, value = text.partition("=")
+    if not sign or not key.strip():
+        raise RecipeError(f"--set {text!r}: expected key=value, for example synthesis.steps=500")
+    try:
+        parsed = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string
+    tree: dict[str, Any] = parsed
+    for part in reversed(key.strip().split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> None:
+    for key, value in top.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _build(cls: type, tree: Any, path: str) -> Any:
+    where = f"[{path}]" if path else "the recipe"
+    if not isinstance(tree, Mapping):
+        raise RecipeError(f"{path} is a table of settings, not {tree!r}")
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
+    for key in tree:
+        if key not in known:
+            raise RecipeError(f"{where}: {unknown('key', key, known)}")
+    values = {}
+    for key, value in tree.items():
+        dotted = f"{path}.{key}" if path else key
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(hints[key], value, dotted)
+        else:
+            values[key] = _check(value, hints[key], known[key], dotted)
+    return cls(**values)
+
+
+def _check(value: Any, hint: Any, spec: dataclasses.Field, dotted: str) -> Any:
+    limits = spec.metadata
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
+        merged = spec.default_factory()  # type: ignore[misc]
+        return merged | {name: _number(weight, f"{dotted}.{name}") for name, weight in value.items()}
+    if get_origin(hint) is tuple:
+        wanted = len(get_args(hint))
+        if not isinstance(value, (list, tuple)) or len(value) != wanted:
+            raise RecipeError(f"{dotted}: expected {wanted} numbers such as {list(spec.default)}, got {value!r}")
+        pair = tuple(_within(_number(v, dotted), limits, dotted) for v in value)
+        if list(pair) != sorted(pair):
+            raise RecipeError(f"{dotted}: expected the smaller number first, got {list(pair)}")
+        return pair
+    if hint is float:
+        return _within(_number(value, dotted), limits, dotted)
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RecipeError(f"{dotted}: expected a whole number, got {value!r}")
+        return _within(value, limits, dotted)
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise RecipeError(f"{dotted}: expected a word, got {value!r}")
+    if limits["choices"] and str(value) not in limits["choices"]:
+        raise RecipeError(f"{dotted}: {unknown('value', str(value), limits['choices'])}")
+    return str(value)
+
+
+def _number(value: Any, dotted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+        raise RecipeError(f"{dotted}: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _within(value: Any, limits: Mapping[str, Any], dotted: str) -> Any:
+    low, high = limits["low"], limits["high"]
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
+        raise RecipeError(f"{dotted}: expected a number {allowed}, got {value}")
+    return value
+
+
+def _write_table(lines: list[str], tree: Mapping[str, Any], path: str) -> None:
+    leaves = {k: v for k, v in tree.items() if not isinstance(v, Mapping)}
+    if path and leaves:
+        lines += ["", f"[{path}]"]
+    lines += [f"{key} = {_toml_value(value)}" for key, value in leaves.items()]
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            _write_table(lines, value, f"{path}.{key}" if path else key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    return repr(value)
+
+
+def _describe(cls: type, path: str) -> Iterator[tuple[str, str, str]]:
+    hints = get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        dotted = f"{path}.{spec.name}" if path else spec.name
+        if dataclasses.is_dataclass(hints[spec.name]):
+            yield from _describe(hints[spec.name], dotted)  # type: ignore[arg-type]
+            continue
+        default = spec.default_factory() if spec.default is dataclasses.MISSING else spec.default  # type: ignore[misc]
+        choices: Iterable[str] = spec.metadata["choices"] or ()
+        doc = spec.metadata["doc"] + (f" ({' | '.join(choices)})" if choices else "")
+        yield dotted, _toml_value(default) if not isinstance(default, dict) else "", doc
+        if isinstance(default, dict):
+            yield from ((f"{dotted}.{name}", repr(weight), "") for name, weight in default.items())

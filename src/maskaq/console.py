@@ -1,0 +1,128 @@
+"""What the command line draws: progress, plans, tables. Everything goes to the terminal through one rich Console."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from maskaq.config import Recipe
+from maskaq.evaluate import EvalResult
+from maskaq.watch import Watch
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class BarWatch(Watch):
+    """A progress bar with the time left, for a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            TextColumn("{task.fields[metrics]}"),
+        )
+        self.progress = Progress(*columns, console=console)
+        self.task = None
+
+    def __enter__(self) -> "BarWatch":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        if self.task is not None and self.progress.tasks[-1].finished is False and self.progress.tasks[-1].total:
+            self.progress.update(self.task, completed=self.progress.tasks[-1].total)
+        self.task = self.progress.add_task(title, total=total, completed=done, metrics="")
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        assert self.task is not None
+        text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.progress.update(self.task, advance=units, metrics=text)
+
+    def note(self, text: str) -> None:
+        self.progress.console.print(text)
+
+
+class LineWatch(Watch):
+    """Plain lines now and then, for a log file."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def __enter__(self) -> "LineWatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        self.title, self.total, self.done, self.first = title, total, done, done
+        self.began = self.said = time.monotonic()
+        self.console.print(f"{title}: 0 %" if not done else f"{title}: {100 * done / max(1, total):.0f} % from before")
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        self.done += units
+        now = time.monotonic()
+        if now - self.said < SECONDS_BETWEEN_LINES and self.done < self.total:
+            return
+        self.said = now
+        left = (now - self.began) / max(1, self.done - self.first) * max(0, self.total - self.done)
+        text = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
+        share = 100 * self.done / max(1, self.total)
+        self.console.print(f"{self.title}: {share:.0f} %, {duration(now - self.began)}, left {duration(left)}{text}")
+
+    def note(self, text: str) -> None:
+        self.console.print(text)
+
+
+def watch_for(console: Console) -> BarWatch | LineWatch:
+    return BarWatch(console) if console.is_terminal else LineWatch(console)
+
+
+def duration(seconds: float) -> str:
+    """90 -> 1:30; 5000 -> 1:23:20."""
+    minutes, s = divmod(int(round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def plan_table(model: str, parameters: int, recipe: Recipe, device: str, out: str, megabytes: float) -> Table:
+    """What a run will do."""
+    synthesis, calibration = recipe.synthesis, recipe.calibration
+    refreshes = len(recipe.rounds) - 1
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("model", f"{model}, {parameters / 1e6:.2f} M parameters")
+    table.add_row(
+        "bits",
+        f"{recipe.quantization.bits} ({recipe.quantization.weight} weights, {recipe.quantization.activation} activations)",
+    )
+    table.add_row("images", f"{synthesis.images} x {synthesis.steps} steps, in batches of {synthesis.batch}")
+    if refreshes:
+        start = "continuing" if recipe.refresh.start == "warm" else "from noise"
+        table.add_row("refresh", f"{refreshes} times, {start}, {recipe.steps_in_round(1)} steps each")
+    table.add_row(
+        "calibrate",
+        f"{calibration.epochs} epochs, {calibration.optimizer}, lr {calibration.lr:g}, batch {calibration.batch}",
+    )
+    table.add_row("device", device)
+    table.add_row("folder", f"{out} (images: about {megabytes:.0f} MB)")
+    return table
+
+
+def accuracy_table(rows: dict[str, EvalResult | str], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in ("model", "top-1 %", "± s.e.", "top-5 %", "n"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, row in rows.items():
+        if isinstance(row, str):
+            table.add_row(name, "-", "-", "-", row)
+        else:
+            table.add_row(name, f"{row.top1:.2f}", f"{row.standard_error:.2f}", f"{row.top5:.2f}", str(row.n))
+    return table

@@ -1,0 +1,135 @@
+"""Images in memory and on disk: the synthetic set, and a labelled folder to evaluate on."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import create_transform
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import ImageFolder
+
+from maskaq.errors import DataError
+from maskaq.models import data_config
+
+
+@dataclass(frozen=True)
+class SyntheticSet:
+    """Synthetic images as 8-bit pixels, like real ones: what is stored is what is used."""
+
+    images: Tensor
+    """(n, C, H, W) uint8."""
+    labels: Tensor
+    """(n,) int64."""
+    indices: Tensor
+    """(n,) int64: the number of each image in its run, from which all its randomness comes."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, which: Any) -> "SyntheticSet":
+        return SyntheticSet(self.images[which], self.labels[which], self.indices[which])
+
+    def to(self, device: torch.device | str) -> "SyntheticSet":
+        return SyntheticSet(self.images.to(device), self.labels.to(device), self.indices.to(device))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"images": self.images.cpu(), "labels": self.labels.cpu(), "indices": self.indices.cpu()}
+
+    @staticmethod
+    def concatenate(sets: Iterable["SyntheticSet"]) -> "SyntheticSet":
+        parts = list(sets)
+        return SyntheticSet(*(torch.cat([getattr(p, f) for p in parts]) for f in ("images", "labels", "indices")))
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """uint8 -> float in [0, 1]."""
+    return images.float() / 255
+
+
+def to_bytes(pixels: Tensor) -> Tensor:
+    """float in [0, 1] -> uint8."""
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
+
+
+def balanced_labels(indices: Tensor, classes: int) -> Tensor:
+    """The label of each image number: every class in turn."""
+    return indices % classes
+
+
+def image_folder(
+    path: str | Path,
+    model: nn.Module,
+    *,
+    class_index: str | Path | None = None,
+    crop_pct: float | None = None,
+    interpolation: str | None = None,
+    batch: int = 64,
+    workers: int = 0,
+) -> DataLoader:
+    """Batches of (images, labels) from a folder with one sub-folder per class, in timm's own transform for the model.
+
+    Without `class_index` the sorted sub-folders are classes 0, 1, 2, ... and must be as many as the model's.
+    With it, a JSON file maps each sub-folder's name to its class, so that a subset of the classes will do.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(
+            f"image folder {root} does not exist; expected a folder with one sub-folder of images per class"
+        )
+    config = data_config(model)
+    if crop_pct is not None:
+        config["crop_pct"] = crop_pct
+    if interpolation is not None:
+        config["interpolation"] = interpolation
+    try:
+        dataset = ImageFolder(str(root), transform=create_transform(**config, is_training=False))
+    except (FileNotFoundError, ValueError) as error:
+        raise DataError(f"{root} is not an image folder: {error}") from error
+    dataset.target_transform = _class_map(dataset.classes, model.num_classes, root, class_index).__getitem__
+    return DataLoader(dataset, batch_size=batch, num_workers=workers)
+
+
+def _class_map(folders: list[str], classes: int, root: Path, class_index: str | Path | None) -> list[int]:
+    """Class of each sub-folder, in sorted order."""
+    if class_index is None:
+        if len(folders) != classes:
+            raise DataError(
+                f"{root} has {len(folders)} class folders, the model {classes} classes; for a subset, give "
+                '--class-index FILE, a JSON file such as {"n01440764": 0, "n01443537": 1}'
+            )
+        return list(range(classes))
+    try:
+        table = json.loads(Path(class_index).read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the class index {class_index}: {error}") from error
+    if not isinstance(table, dict) or not all(isinstance(v, int) and not isinstance(v, bool) for v in table.values()):
+        raise DataError(
+            f'{class_index}: expected a JSON object of folder name to class number, like {{"n01440764": 0}}'
+        )
+    missing = [name for name in folders if name not in table]
+    if missing:
+        raise DataError(f"{class_index} has no entry for {len(missing)} folders of {root}: {', '.join(missing[:10])}")
+    outside = {name: table[name] for name in folders if not 0 <= table[name] < classes}
+    if outside:
+        raise DataError(f"{class_index}: the model has classes 0 to {classes - 1}, but {outside}")
+    return [table[name] for name in folders]
+
+
+class TensorImages(Dataset):
+    """Labelled 8-bit images in memory, normalised for a model."""
+
+    def __init__(self, images: Tensor, labels: Tensor, model: nn.Module) -> None:
+        config = data_config(model)
+        self.images, self.labels = images, labels
+        self.mean = torch.tensor(config["mean"]).view(-1, 1, 1)
+        self.std = torch.tensor(config["std"]).view(-1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return (to_pixels(self.images[index]) - self.mean) / self.std, int(self.labels[index])

@@ -1,0 +1,55 @@
+"""Every error a user can cause: one class per kind, one message that says what was expected, what came, what to do.
+
+The command line prints the message alone and exits with 1; a traceback from anything else is a bug of ours.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MaskaqError(Exception):
+    """Base of all errors that carry a message for the user."""
+
+
+class RecipeError(MaskaqError):
+    """A recipe or an override has an unknown key, a wrong type or an impossible value."""
+
+
+class ModelError(MaskaqError):
+    """The model is unknown, or has a layer that cannot be quantized."""
+
+
+class CheckpointError(MaskaqError):
+    """A weights file is missing, damaged, or does not fit the model."""
+
+
+class DataError(MaskaqError):
+    """An image folder is missing, or its classes do not match the model's."""
+
+
+class RunFolderError(MaskaqError):
+    """A run folder is in use, damaged, or belongs to another run."""
+
+
+class SynthesisError(MaskaqError):
+    """Too many synthetic images were lost to NaN or Inf."""
+
+
+class CalibrationError(MaskaqError):
+    """The student's loss stopped being a finite number."""
+
+
+class DeviceError(MaskaqError):
+    """The asked device is not there."""
+
+
+class RangeError(MaskaqError):
+    """A quantizer was used before its range was set, or was given values it cannot cover."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is not in a list, with the nearest one that is."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}"

@@ -1,0 +1,54 @@
+"""Accuracy on labelled images: sums and counts, divided once."""
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.errors import DataError
+from maskaq.quant.twin import frozen, quantizers
+from maskaq.watch import Watch
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Top-1 and top-5 accuracy in percent, over n images."""
+
+    top1: float
+    top5: float
+    n: int
+
+    @property
+    def standard_error(self) -> float:
+        """Of top-1, in points."""
+        return 100 * math.sqrt(self.top1 / 100 * (1 - self.top1 / 100) / self.n)
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self) | {"standard_error": self.standard_error}
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: Watch | None = None) -> EvalResult:
+    """Accuracy of a model, full precision or quantized, over batches of (images, labels)."""
+    watch = watch or Watch()
+    device = next(model.parameters()).device
+    hits1 = hits5 = n = 0
+    was_training = model.training
+    model.eval()
+    try:
+        with frozen(model) if quantizers(model) else nullcontext():
+            for images, labels in batches:
+                logits, labels = model(images.to(device)), labels.to(device)
+                if not torch.isfinite(logits).all():
+                    raise DataError("the model's predictions contain NaN or Inf; its weights or ranges are damaged")
+                hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+                hits1, hits5, n = hits1 + int(hit[:, 0].sum()), hits5 + int(hit.sum()), n + len(labels)
+                watch.advance(len(labels))
+    finally:
+        model.train(was_training)
+    if not n:
+        raise DataError("there are no images to evaluate on")
+    return EvalResult(top1=100 * hits1 / n, top5=100 * hits5 / n, n=n)

@@ -1,0 +1,50 @@
+"""Losses between teacher and student in calibration. Each gives (B,).
+
+Head outputs are (B, H, N, D); weights (B, N) say how much each patch counts (w_l of Eq. 15).
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+_C2 = 0.03**2
+
+
+def logit_kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """T^2 * KL(teacher || student) of logits (B, C), softened by T (Hinton et al. 2015)."""
+    log_p, log_q = F.log_softmax(teacher / temperature, dim=-1), F.log_softmax(student / temperature, dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1) * temperature**2
+
+
+def head_structure(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
+    """1 - the structural part of SSIM over patches, for each head and channel (Eq. 15, D as in the release).
+
+    The weights enter the moments: informative patches count more in means, variances and covariance.
+    """
+    w = (weights / weights.sum(dim=1, keepdim=True))[:, None, :, None]  # (B, 1, N, 1)
+    p = teacher - (w * teacher).sum(dim=2, keepdim=True)
+    q = student - (w * student).sum(dim=2, keepdim=True)
+    covariance = (w * p * q).sum(dim=2)  # (B, H, D)
+    variances = (w * (p.square() + q.square())).sum(dim=2)
+    return 1 - ((2 * covariance + _C2) / (variances + _C2)).mean(dim=(1, 2))
+
+
+def head_cosine(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
+    """Eq. 15 to the letter, with D = 1 - cosine of each patch's head output."""
+    return _patch_mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
+
+
+def head_mse(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
+    """Eq. 15 to the letter, with D = squared error of each patch's head output over the layer's mean square."""
+    power = teacher.square().mean(dim=(1, 2, 3)).clamp(min=1e-12)[:, None, None]
+    return _patch_mean((teacher - student).square().mean(dim=-1) / power, weights)
+
+
+def relative_error(teacher: Tensor, student: Tensor) -> Tensor:
+    """Squared error over the teacher's variance, of tensors (B, ...): 0 is equal, 1 as bad as a constant."""
+    t, s = teacher.flatten(1), student.flatten(1)
+    return (t - s).square().mean(dim=1) / t.var(dim=1, correction=0).clamp(min=1e-12)
+
+
+def _patch_mean(distance: Tensor, weights: Tensor) -> Tensor:
+    """(B, H, N) -> (B,): weighted over patches, plain over heads."""
+    return ((distance * weights[:, None]).sum(dim=-1) / weights.sum(dim=1)[:, None]).mean(dim=1)

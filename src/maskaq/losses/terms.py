@@ -1,0 +1,200 @@
+"""Loss terms: a function of a view, known by its name, weighed by the recipe. Both stages build their objective here.
+
+    @synthesis_term
+    def brightness(v: SynthesisView) -> Tensor:      # (B,)
+        return v.images.mean(dim=(1, 2, 3)).square()
+
+and `--set synthesis.terms.brightness=0.1` switches it on. Each term gives one number per image, so that images do not
+feel the batch they are in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maskaq.errors import RecipeError, unknown
+from maskaq.losses import attention, distill, image
+from maskaq.shapes import Layer
+
+Term = Callable[[Any], Tensor]
+
+
+@dataclass
+class SynthesisView:
+    """All that a synthesis term may see. Raw maps are (B*W, H, T, T); `layers` turn them into one form."""
+
+    images: Tensor
+    """(B, C, H, W) as optimised, not jittered."""
+    labels: Tensor
+    logits: Tensor
+    """The teacher's, of the jittered images."""
+    layers: Sequence[Layer]
+    maps: Sequence[Tensor]
+    """The teacher's attention maps, one per layer."""
+    student_maps: Sequence[Tensor] = ()
+    masks: Mapping[tuple[int, int], Tensor] | None = None
+    """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
+
+
+@dataclass
+class CalibrationView:
+    """All that a calibration term may see."""
+
+    layers: Sequence[Layer]
+    logits: Tensor
+    student_logits: Tensor
+    heads: Sequence[Tensor] = ()
+    """The teacher's head outputs, (B*W, H, T, D), one per layer."""
+    student_heads: Sequence[Tensor] = ()
+    blocks: Sequence[Tensor] = ()
+    student_blocks: Sequence[Tensor] = ()
+    patch_weights: Sequence[Tensor] = ()
+    """w_l of Eq. 15: (B, N) of each layer."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class TermSpec:
+    name: str
+    function: Term
+    needs: tuple[str, ...]
+    """What must be computed for it: "student", "masks", "heads", "blocks"."""
+
+    @property
+    def doc(self) -> str:
+        return (self.function.__doc__ or "").strip().split("\n")[0]
+
+
+SYNTHESIS_TERMS: dict[str, TermSpec] = {}
+CALIBRATION_TERMS: dict[str, TermSpec] = {}
+
+
+def _register(terms: dict[str, TermSpec], function: Term | None, needs: tuple[str, ...]) -> Any:
+    def add(function: Term) -> Term:
+        name = function.__name__
+        if name in terms:
+            raise ValueError(f"term {name!r} exists already")
+        terms[name] = TermSpec(name, function, needs)
+        return function
+
+    return add if function is None else add(function)
+
+
+def synthesis_term(function: Term | None = None, *, needs: tuple[str, ...] = ()) -> Any:
+    """Decorator: a function of a SynthesisView giving (B,) becomes a term under its own name."""
+    return _register(SYNTHESIS_TERMS, function, needs)
+
+
+def calibration_term(function: Term | None = None, *, needs: tuple[str, ...] = ()) -> Any:
+    """Decorator: a function of a CalibrationView giving (B,) becomes a term under its own name."""
+    return _register(CALIBRATION_TERMS, function, needs)
+
+
+class Objective:
+    """A weighted sum of terms: call it with a view, get (B,) totals and the detached mean of each part."""
+
+    def __init__(self, terms: Mapping[str, TermSpec], weights: Mapping[str, float], section: str) -> None:
+        for name in weights:
+            if name not in terms:
+                raise RecipeError(f"[{section}] {unknown('term', name, terms)}")
+        self.parts = [(terms[name], weight) for name, weight in weights.items() if weight]
+        if not self.parts:
+            raise RecipeError(f"[{section}] every term has weight 0: nothing is left to optimise")
+        self.needs = {need for term, _ in self.parts for need in term.needs}
+
+    def __call__(self, view: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        values = {term.name: term.function(view) for term, _ in self.parts}
+        total = torch.stack([weight * values[term.name] for term, weight in self.parts]).sum(dim=0)
+        return total, {name: value.detach().mean() for name, value in values.items()}
+
+
+def _layer_mean(function: Callable[[Tensor], Tensor], v: SynthesisView) -> Tensor:
+    return torch.stack([function(layer.maps(raw)) for layer, raw in zip(v.layers, v.maps, strict=True)]).mean(dim=0)
+
+
+@synthesis_term
+def class_prior(v: SynthesisView) -> Tensor:
+    """L_OH (Eq. 1): cross-entropy of the teacher's prediction and the label."""
+    return F.cross_entropy(v.logits, v.labels, reduction="none")
+
+
+@synthesis_term
+def total_variation(v: SynthesisView) -> Tensor:
+    """L_TV (Eq. 2): squared differences of neighbouring pixels."""
+    return image.total_variation(v.images)
+
+
+@synthesis_term
+def total_variation_norm(v: SynthesisView) -> Tensor:
+    """L_TV as the release computes it: L2 norms in four directions."""
+    return image.total_variation_norm(v.images)
+
+
+@synthesis_term
+def head_similarity(v: SynthesisView) -> Tensor:
+    """L_IH (Eq. 3): the heads of a layer should attend alike, 1 - SSIM."""
+    return _layer_mean(attention.head_similarity, v)
+
+
+@synthesis_term
+def head_similarity_squared(v: SynthesisView) -> Tensor:
+    """L_IH as the release computes it: 1 - SSIM^2."""
+    return _layer_mean(attention.head_similarity_squared, v)
+
+
+@synthesis_term
+def similarity_entropy(v: SynthesisView) -> Tensor:
+    """L_fb (Eq. 10): minus the entropy of patch similarities; object apart from background."""
+    return _layer_mean(attention.similarity_entropy, v)
+
+
+@synthesis_term(needs=("student", "masks"))
+def attention_alignment(v: SynthesisView) -> Tensor:
+    """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m'."""
+    assert v.masks is not None
+    layers = zip(v.layers, v.maps, v.student_maps, strict=True)
+    differences = [
+        attention.masked_difference(layer.patch_attention(p), layer.patch_attention(q), v.masks[layer.grid])
+        for layer, p, q in layers
+    ]
+    return torch.stack(differences).sum(dim=0)
+
+
+@calibration_term
+def logit_kl(v: CalibrationView) -> Tensor:
+    """KL between the softened predictions of teacher and student."""
+    return distill.logit_kl(v.logits, v.student_logits, v.temperature)
+
+
+def _over_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor], v: CalibrationView) -> Tensor:
+    layers = zip(v.layers, v.heads, v.student_heads, v.patch_weights, strict=True)
+    return torch.stack([function(x.patch_heads(p), x.patch_heads(q), w) for x, p, q, w in layers]).mean(dim=0)
+
+
+@calibration_term(needs=("heads",))
+def head_structure(v: CalibrationView) -> Tensor:
+    """L_Q (Eq. 15), D = structural SSIM over patches for each head and channel."""
+    return _over_heads(distill.head_structure, v)
+
+
+@calibration_term(needs=("heads",))
+def head_cosine(v: CalibrationView) -> Tensor:
+    """L_Q (Eq. 15), D = 1 - cosine of each patch's head output."""
+    return _over_heads(distill.head_cosine, v)
+
+
+@calibration_term(needs=("heads",))
+def head_mse(v: CalibrationView) -> Tensor:
+    """L_Q (Eq. 15), D = relative squared error of each patch's head output."""
+    return _over_heads(distill.head_mse, v)
+
+
+@calibration_term(needs=("blocks",))
+def block_error(v: CalibrationView) -> Tensor:
+    """Relative squared error of every block's output (not in the paper)."""
+    pairs = zip(v.blocks, v.student_blocks, strict=True)
+    return torch.stack([distill.relative_error(p, q) for p, q in pairs]).mean(dim=0)

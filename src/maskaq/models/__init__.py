@@ -1,0 +1,100 @@
+"""The only room that knows architectures: turns a timm model into one common form.
+
+In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry` says how
+tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
+"""
+
+import copy
+from typing import Any
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from maskaq.errors import ModelError
+from maskaq.models import swin, vit
+from maskaq.models.products import AttentionProducts, Matmul
+from maskaq.shapes import Geometry
+
+FAMILIES = (vit, swin)
+
+__all__ = ["AttentionProducts", "Matmul", "data_config", "expose", "geometry", "supported_names"]
+
+_NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
+
+
+def expose(model: nn.Module) -> nn.Module:
+    """A copy of the model in the common form: frozen, in eval mode, float32, with the same outputs and state-dict keys."""
+    if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
+        return copy.deepcopy(model)
+    family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
+    if family is None:
+        raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
+    exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
+    layers = family.expose_(exposed)
+    _refuse_unknown_layers(exposed)
+    config = data_config(model)
+    exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
+        layers=layers,
+        image_size=config["input_size"][1:],
+        channels=config["input_size"][0],
+        classes=exposed.num_classes,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        first=tuple(n for n, m in exposed.named_modules() if isinstance(m, nn.Conv2d)),
+        last=_classifiers(exposed),
+    )
+    return exposed
+
+
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """timm's data config of a model (input size, mean, std, crop, interpolation), with the size the model was built for."""
+    config = resolve_model_data_config(model)
+    height, width = getattr(model.patch_embed, "img_size", None) or config["input_size"][1:]
+    config["input_size"] = (model.patch_embed.proj.in_channels, int(height), int(width))
+    return config
+
+
+def geometry(exposed: nn.Module) -> Geometry:
+    """The geometry of a model that went through `expose`."""
+    found = getattr(exposed, "_maskaq_geometry", None)
+    if not isinstance(found, Geometry):
+        raise ModelError(f"{type(exposed).__name__} has no geometry: pass it through maskaq.expose first")
+    return found
+
+
+def supported_names() -> list[str]:
+    """timm model names of the supported families (a name may still hold a layer that is refused by name)."""
+    import timm
+
+    return sorted({name for family in FAMILIES for pattern in family.NAMES for name in timm.list_models(pattern)})
+
+
+def _supported() -> str:
+    return "Supported: timm's " + " and ".join(f"{f.ROOT.__name__} ({', '.join(f.NAMES)})" for f in FAMILIES)
+
+
+def _classifiers(model: nn.Module) -> tuple[str, ...]:
+    heads = tuple(
+        n for n, m in model.named_modules() if n.split(".")[0] in ("head", "head_dist") and type(m) is nn.Linear
+    )
+    if not heads:
+        raise ModelError("the model has no classifier (num_classes is 0); maskaq needs a classification model")
+    return heads
+
+
+def _refuse_unknown_layers(model: nn.Module) -> None:
+    """Every module with parameters of its own must be one that the twin quantizes, or one known to stay in float."""
+    for name, module in model.named_modules():
+        known = (
+            module is model
+            or type(module) in (nn.Linear, nn.Conv2d)
+            or isinstance(module, AttentionProducts)
+            or any(word in type(module).__name__ for word in _NORMS)
+        )
+        owns_parameters = next(module.parameters(recurse=False), None) is not None
+        hidden_attention = not known and ("Attention" in type(module).__name__ or "Attn" in type(module).__name__)
+        if (owns_parameters and not known) or hidden_attention:
+            raise ModelError(
+                f"layer {name!r} ({type(module).__name__}) cannot be quantized. {_supported()}, built of plain Linear, "
+                "Conv2d, attention, LayerNorm and LayerScale layers"
+            )

@@ -1,0 +1,527 @@
+"""A full-precision model from a timm name and, optionally, a weights file of the user's.
+
+Weights are taken whole or not at all: what the file and the model do not share is named key by key, and nothing is
+filled in with random numbers. Pickled files are read with ``weights_only=True`` and never in any other way.
+"""
+
+import hashlib
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isqrt
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import safetensors.torch
+import timm
+import torch
+from timm.models import swin_transformer, vision_transformer
+from torch import Tensor, nn
+
+from maskaq import zoo
+from maskaq.errors import CheckpointError, ModelError, unknown
+
+State = dict[str, Tensor]
+
+TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+# The averaged (EMA) weights come last: a file that also holds the plain ones is read for the plain ones.
+WRAPPERS = ("model", "state_dict", "model_state", "model_state_dict", "net", "module", "teacher")
+EMA_WRAPPERS = ("model_ema", "state_dict_ema")
+PREFIXES = ("module.", "model.", "_orig_mod.")
+# Buffers that old files store and that every current model computes by itself.
+DERIVED = ("attn_mask", "relative_position_index")
+# Arguments of timm.create_model that choose weights: here that is the checkpoint's business alone.
+RESERVED = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+# What timm may resample to the model where the user asked for a geometry that may not be the file's.
+RESIZED_FOR = {
+    "img_size": ("pos_embed", "relative_position_bias_table"),
+    "window_size": ("relative_position_bias_table",),
+    "patch_size": ("patch_embed.proj.weight",),
+}
+SHOWN = 12
+ADVICE = "Give the weights with --checkpoint FILE."
+
+
+def load_model(name: str, checkpoint: str | Path | None = None, model_args: dict[str, Any] | None = None) -> nn.Module:
+    """The named model in eval mode and fp32, with timm's pretrained weights or those of `checkpoint`.
+
+    `model_args` go to timm.create_model and win over what the checkpoint's shapes say. Raises ModelError for a name
+    or an argument that timm does not know, CheckpointError for weights that cannot be had or do not fit.
+    """
+    args = _checked_args(model_args or {})
+    if name in zoo.embedded_names():
+        if checkpoint is not None or args:
+            raise ModelError(f"{name} is embedded with its weights: it takes no checkpoint and no model arguments")
+        return zoo.embedded_model(name)
+    model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
+    return model.float().eval()
+
+
+def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
+    """The model that `architecture_of` described, with random weights (an embedded one comes with its own)."""
+    name = architecture["name"]
+    return (
+        zoo.embedded_model(name) if name in zoo.embedded_names() else create_timm(name, **architecture["args"]).eval()
+    )
+
+
+def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Name and arguments that build a loaded model again without its weights file."""
+    if name in zoo.embedded_names():
+        return {"name": name, "args": {}}
+    shape = {
+        key: value for key, value in _inferred(create_timm(name, **(model_args or {})), model.state_dict()).items()
+    }
+    return {"name": name, "args": {**shape, **(model_args or {})}}
+
+
+def describe_source(name: str, checkpoint: str | Path | None) -> dict[str, str | None]:
+    """Where the weights came from, for the run record: model name, path and SHA-256 of the file (None without)."""
+    if checkpoint is None:
+        return {"model": name, "checkpoint": None, "sha256": None}
+    path = Path(checkpoint)
+    _check_file(path)
+    return {"model": name, "checkpoint": str(path), "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line of an error's message without its full stop and not too long; its class name if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text.rstrip(".") if len(text) <= 240 else text[:240] + " ..."
+
+
+# --- the model -------------------------------------------------------------------------------------------------
+
+
+def create_timm(name: str, **kwargs: Any) -> nn.Module:
+    """A timm model with random weights; ModelError for an unknown name or impossible arguments."""
+    _check_name(name)
+    try:
+        return timm.create_model(name, pretrained=False, **kwargs)
+    except Exception as error:  # timm asserts, raises TypeError, RuntimeError and others for the same kind of mistake
+        given = ", ".join(f"{k}={v!r}" for k, v in kwargs.items()) or "no arguments"
+        raise ModelError(
+            f"timm cannot build {name!r} with {given}: {_one_line(error)}. Check the name's tag and --model-arg."
+        ) from error
+
+
+def _check_name(name: str) -> None:
+    """ModelError with the nearest names unless timm has this one."""
+    if not timm.is_model(name):
+        raise ModelError(f"{unknown('model', name, _near(name))}, ... (`maskaq list models` prints every name)")
+
+
+def _near(name: str) -> list[str]:
+    """A few ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
+    wanted = re.sub(r"[^a-z0-9]+", "_", name.split(".")[0].lower())
+    known: list[str] = []
+    for module in ("vision_transformer", "deit", "swin_transformer"):
+        known += timm.list_models(["vit_*", "deit*", "swin_*"], module=module)
+    found = [n for n in known if wanted and n.startswith(wanted)][:6] or get_close_matches(wanted, known, n=6)
+    return found or ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224"]
+
+
+def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
+    """The model arguments without None values (timm drops those too); ModelError for one that chooses weights."""
+    for key in RESERVED:
+        if key in args:
+            raise ModelError(f"model argument {key!r} cannot be set: it chooses weights. {ADVICE}")
+    return {key: value for key, value in args.items() if value is not None}
+
+
+# --- timm's own weights ----------------------------------------------------------------------------------------
+
+
+def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
+    """The model with the weights timm downloads (or has in its cache)."""
+    _check_name(name)
+    try:
+        with _hub_or_cache():
+            model = timm.create_model(name, pretrained=True, **args)
+    except Exception as error:  # hub, URL, TLS, disk, "no pretrained weights": many classes, one remedy
+        create_timm(name, **args)  # a wrong argument is a ModelError, not a failed download
+        raise CheckpointError(
+            f"could not download the pretrained weights of {name!r}: {_one_line(error)}. {ADVICE}"
+        ) from error
+    _check_head(name, model, args)
+    return model
+
+
+def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
+    """ModelError where timm dropped the trained head because another number of classes was asked for."""
+    trained = (getattr(model, "pretrained_cfg", None) or {}).get("num_classes")
+    asked = args.get("num_classes", trained)
+    if asked and asked != trained:
+        raise ModelError(
+            f"the pretrained weights of {name!r} have {trained} classes, so num_classes={asked} would be an untrained "
+            f"head. {ADVICE}"
+        )
+
+
+@contextmanager
+def _hub_or_cache() -> Iterator[None]:
+    """Inside, the Hugging Face hub is read from its local cache alone if it cannot be reached.
+
+    huggingface_hub tries each file six times with growing pauses, which takes most of a minute without a network.
+    """
+    try:
+        from huggingface_hub import constants
+    except ImportError:  # timm then takes the plain URLs
+        yield
+        return
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not _answers(constants.ENDPOINT)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _answers(endpoint: str, seconds: float = 10.0) -> bool:
+    """Whether a host accepts a connection within `seconds`; True unasked behind a proxy, which a socket would miss."""
+    if any(key != "no" for key in getproxies()):
+        return True
+    url = urlsplit(endpoint)
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    opened = threading.Event()
+
+    def knock() -> None:
+        with suppress(OSError, ValueError):
+            socket.create_connection(address, timeout=3).close()
+            opened.set()
+
+    # A thread, because neither the name lookup nor a host with many dead addresses keeps to a socket's timeout.
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return opened.is_set()
+
+
+# --- a weights file --------------------------------------------------------------------------------------------
+
+
+def read_checkpoint(path: str | Path) -> State:
+    """The tensors of a weights file by key: unwrapped, without common prefixes, fp32, all finite.
+
+    Raises CheckpointError for a file that is missing, damaged, not weights, or not readable without running code.
+    """
+    path = Path(path)
+    _check_file(path)
+    held = _read_safetensors(path) if path.suffix.lower() == ".safetensors" else _read_torch(path)
+    state = _strip(_unwrap(held))
+    if not state:
+        raise CheckpointError(
+            f"{path}: expected a state dict (names to tensors), found {_summary(held)} without tensors. "
+            "Give a file saved from model.state_dict()."
+        )
+    return {key: _plain(path, key, value) for key, value in state.items()}
+
+
+def _check_file(path: Path) -> None:
+    """CheckpointError unless the path is a readable, non-empty file of a known kind."""
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in SUFFIXES)[:3]
+        hint = f" such as {', '.join(inside)}" if inside else f" ({', '.join(SUFFIXES[:4])})"
+        raise CheckpointError(f"{path}: expected a weights file, found a directory. Give a file{hint}.")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected a weights file, found no such file. Check the path.")
+    if path.suffix.lower() not in SUFFIXES:
+        raise CheckpointError(
+            f"{path}: expected a file named {', '.join(SUFFIXES)}, found {path.suffix or 'no ending'!r}. "
+            "Convert it to .safetensors."
+        )
+    try:
+        with path.open("rb") as file:
+            head = file.read(512).lstrip().lower()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {_one_line(error)}. Check its permissions.") from error
+    _check_opening(path, head)
+
+
+def _check_opening(path: Path, head: bytes) -> None:
+    """CheckpointError for the files that failed downloads leave behind."""
+    found = ""
+    if not path.stat().st_size:
+        found = "an empty file (0 bytes)"
+    elif head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        found = "a web page (HTML)"
+    elif head.startswith(b"version https://git-lfs"):
+        found = "a Git LFS pointer"
+    if found:
+        raise CheckpointError(f"{path}: expected weights, found {found}. Download the file itself again.")
+
+
+def _read_safetensors(path: Path) -> State:
+    """The tensors of a .safetensors file."""
+    try:
+        return safetensors.torch.load_file(path, device="cpu")
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, found one that is truncated or damaged: {_one_line(error)}. "
+            "Copy or download it again."
+        ) from error
+
+
+def _read_torch(path: Path) -> Any:
+    """What a .pth/.pt/.bin file holds, read without running any code in it."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: {_why_not(error)}") from error
+
+
+def _why_not(error: Exception) -> str:
+    """What is wrong with a file torch.load refused. Its own words are left out: they tell to load unsafely."""
+    text = str(error)
+    if named := re.search(r"GLOBAL (\S+)", text):
+        return (
+            f"expected tensors only, found a pickle with the object {named[1]}, which runs code when loaded and was "
+            "refused. Where you trust the file, save its state dict with safetensors.torch.save_file (convert to "
+            "safetensors) and give that."
+        )
+    if "TorchScript" in text:
+        return "expected a state dict, found a TorchScript archive. Save model.state_dict() and convert to safetensors."
+    return (
+        "expected a file written by torch.save, found one that is truncated, damaged or of another kind. "
+        "Copy or download it again, or convert it to safetensors."
+    )
+
+
+def _unwrap(held: Any, depth: int = 3) -> State:
+    """The state dict in what a file holds, under the usual names training scripts give it; empty if there is none."""
+    if not isinstance(held, Mapping):
+        return {}
+    if depth:
+        for key in (*WRAPPERS, *EMA_WRAPPERS):
+            if found := _unwrap(held.get(key), depth - 1):
+                return found
+    return {str(key): value for key, value in held.items() if isinstance(value, Tensor)}
+
+
+def _strip(state: State) -> State:
+    """The state dict without the prefixes that every key carries (wrappers of DDP, torch.compile, Lightning)."""
+    for prefix in PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            return _strip({key[len(prefix) :]: value for key, value in state.items()})
+    return state
+
+
+def _summary(held: Any) -> str:
+    """What a file holds, in a few words."""
+    if not isinstance(held, Mapping):
+        return f"a {type(held).__name__}"
+    keys = ", ".join(repr(key) for key in list(held)[:5])
+    return f"a dict with {keys}" if keys else "an empty dict"
+
+
+def _plain(path: Path, key: str, value: Tensor) -> Tensor:
+    """A tensor as dense fp32 (integers stay as they are); CheckpointError for one without finite, plain numbers."""
+    if value.is_meta or value.is_quantized or value.layout != torch.strided:
+        raise CheckpointError(f"{path}: expected dense tensors, found another kind at {key!r}. Save plain weights.")
+    value = value.detach()
+    if not value.is_floating_point():
+        return value
+    value = value.float()
+    if not key.endswith(DERIVED) and not bool(torch.isfinite(value).all()):
+        raise CheckpointError(f"{path}: expected finite weights, found NaN or Inf in {key!r}. The file is not usable.")
+    return value
+
+
+# --- what the file says about the model ------------------------------------------------------------------------
+
+
+def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
+    """The model, shaped after the file where `args` leave it open, with the file's weights."""
+    model = create_timm(name, **args)
+    state = read_checkpoint(path)
+    follow = {key: value for key, value in _inferred(model, state).items() if key not in args}
+    if follow:
+        model = create_timm(name, **follow, **args)
+    resizable = tuple(key for arg, keys in RESIZED_FOR.items() if arg in args for key in keys)
+    _fill(model, state, name, path, resizable)
+    return model
+
+
+def _inferred(model: nn.Module, state: State) -> dict[str, Any]:
+    """The timm arguments in which the file differs from the model, as far as shapes tell."""
+    found = {
+        "num_classes": _num_classes(model, state),
+        "in_chans": _in_chans(model, state),
+        "img_size": _img_size(model, state),
+        "window_size": _window_size(model, state),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _names(model: nn.Module, entry: str) -> list[str]:
+    """The layer names under an entry of timm's config, which holds a string, a tuple or nothing."""
+    value = (getattr(model, "pretrained_cfg", None) or {}).get(entry) or ()
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _num_classes(model: nn.Module, state: State) -> int | None:
+    """The rows of the file's classifier where they differ from the model's classes."""
+    for layer in [*_names(model, "classifier"), "head"]:  # "head" too: so Swin's own files call it
+        weight = state.get(f"{layer}.weight")
+        if weight is not None and weight.dim() == 2:
+            return None if weight.shape[0] == getattr(model, "num_classes", None) else weight.shape[0]
+    return None
+
+
+def _in_chans(model: nn.Module, state: State) -> int | None:
+    """The input channels of the file's first convolution where they differ from the model's."""
+    own = model.state_dict()
+    for layer in _names(model, "first_conv") or ["patch_embed.proj"]:
+        mine, theirs = own.get(f"{layer}.weight"), state.get(f"{layer}.weight")
+        if mine is not None and theirs is not None and mine.dim() == theirs.dim() == 4:
+            return None if mine.shape[1] == theirs.shape[1] else theirs.shape[1]
+    return None
+
+
+def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
+    """The image size of the file's position embedding where it differs from the model's and its grid is a square."""
+    mine, theirs, patch = getattr(model, "pos_embed", None), state.get("pos_embed"), getattr(model, "patch_embed", None)
+    if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is not told
+        return None
+    if theirs.dim() != 3 or theirs.shape[1] == mine.shape[1]:
+        return None
+    prefix = mine.shape[1] - patch.num_patches  # class, register and distillation tokens, if they have a position
+    patches = theirs.shape[1] - prefix
+    side = isqrt(max(patches, 0))
+    if not side or side * side != patches:
+        return None
+    height, width = (side * size for size in patch.patch_size)
+    return height if height == width else (height, width)
+
+
+def _window_size(model: nn.Module, state: State) -> int | tuple[int, ...] | None:
+    """The window of each Swin stage in the file where one differs from the model's; one number if that says it."""
+    mine, theirs = _windows(model.state_dict()), _windows(state)
+    if mine == theirs or len(mine) != len(theirs) or None in theirs:
+        return None
+    sizes = tuple(size for size in theirs if size is not None)
+    # timm reads two numbers as height and width, and makes a window no larger than its stage's grid by itself.
+    return max(sizes) if len(set(sizes)) == 1 or len(sizes) == 2 else sizes
+
+
+def _windows(state: Mapping[str, Tensor]) -> list[int | None]:
+    """The window size of each stage, from the (2w - 1)^2 rows of its bias table; None for any other number of rows."""
+    sizes: list[int | None] = []
+    while (table := state.get(f"layers.{len(sizes)}.blocks.0.attn.relative_position_bias_table")) is not None:
+        side = isqrt(table.shape[0])
+        sizes.append((side + 1) // 2 if side % 2 and side * side == table.shape[0] else None)
+    return sizes
+
+
+# --- the file into the model -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Misfit:
+    """What a file and a model do not share."""
+
+    missing: list[str]
+    unexpected: list[str]
+    different: list[str]
+
+    def __len__(self) -> int:
+        return len(self.missing) + len(self.unexpected) + len(self.different)
+
+
+def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tuple[str, ...]) -> None:
+    """Puts the file's weights into the model; CheckpointError naming every key that does not fit."""
+    own = model.state_dict()
+    misfit = _compare(own, state)
+    if misfit:
+        renamed = _renamed(model, state, resizable)
+        if len(second := _compare(own, renamed)) < len(misfit):
+            state, misfit = renamed, second
+    if misfit:
+        raise CheckpointError(_report(misfit, own, state, name, path))
+    model.load_state_dict({key: state[key] for key in own}, strict=True)
+
+
+def _compare(own: Mapping[str, Tensor], state: State) -> Misfit:
+    """The keys and shapes in which a file's tensors differ from a model's."""
+    return Misfit(
+        missing=[key for key in own if key not in state],
+        unexpected=[key for key in state if key not in own and not key.endswith(DERIVED)],
+        different=[text for key in own if key in state and (text := _difference(key, own[key], state[key]))],
+    )
+
+
+def _difference(key: str, mine: Tensor, theirs: Tensor) -> str:
+    """How a tensor of the file differs from the model's; empty if it does not."""
+    if mine.shape != theirs.shape:
+        return f"{key}: model {tuple(mine.shape)}, file {tuple(theirs.shape)}"
+    if mine.is_floating_point() != theirs.is_floating_point():  # integer codes of a quantized file are not weights
+        return f"{key}: model {mine.dtype}, file {theirs.dtype}"
+    return ""
+
+
+def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> State:
+    """The file's tensors under timm's names, by timm's own filter for original DeiT, Swin, ... files.
+
+    The filter also resizes weights to the model and drops `pre_logits`. Both change what the model computes, so both
+    are undone and thereby reported, but for the sizes of keys that end as one of `resizable` does.
+    """
+    try:
+        if isinstance(model, swin_transformer.SwinTransformer):
+            renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
+        elif isinstance(model, vision_transformer.VisionTransformer):
+            renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
+        else:
+            return state
+    except Exception:  # a file of another family: the plain comparison says more than the filter's stumble
+        return state
+    kept = {key: value for key, value in state.items() if "pre_logits" in key}
+    for key, value in state.items():
+        if key in renamed and renamed[key].numel() != value.numel() and not key.endswith(resizable):
+            kept[key] = value
+    return {**renamed, **kept}
+
+
+def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, path: Path) -> str:
+    """The message for weights that do not fit: every kind of difference with its keys, then what to do."""
+    lines = [f"{path}: the weights do not fit the model {name!r}."]
+    for title, keys in (
+        ("missing in the file", misfit.missing),
+        ("unexpected, not in the model", misfit.unexpected),
+        ("of another shape or type", misfit.different),
+    ):
+        if keys:
+            lines.append(f"{len(keys)} {title}:")
+            lines += [f"  {key}" for key in keys[:SHOWN]]
+            lines += [f"  ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    theirs = _looks_like(state)
+    if theirs and theirs != _looks_like(own):
+        lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")
+    else:
+        lines.append("Check the model name, or pass --model-arg KEY=VALUE (such as img_size or num_classes).")
+    return "\n".join(lines)
+
+
+def _looks_like(state: Mapping[str, Tensor]) -> str:
+    """The family that a state dict's keys speak of; empty if none."""
+    if any(key.endswith("relative_position_bias_table") and key.startswith("layers.") for key in state):
+        return "a Swin"
+    if "dist_token" in state:
+        return "a distilled DeiT"
+    return "a ViT or DeiT" if "pos_embed" in state and "blocks.0.attn.qkv.weight" in state else ""

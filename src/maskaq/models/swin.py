@@ -1,0 +1,68 @@
+"""timm's SwinTransformer: shifted windows, relative position bias, all stages."""
+
+import torch
+from timm.models import swin_transformer as timm_swin
+from torch import Tensor, nn
+
+from maskaq.models.products import AttentionProducts
+from maskaq.shapes import Layer
+
+ROOT = timm_swin.SwinTransformer
+NAMES = ("swin_*",)
+
+
+class ExposedWindowAttention(AttentionProducts):
+    """timm's WindowAttention with its two products as modules; same parameters, same names, same result."""
+
+    def __init__(self, attention: timm_swin.WindowAttention) -> None:
+        super().__init__()
+        self.num_heads: int = attention.num_heads
+        self.scale: float = attention.scale
+        self.window_area: int = attention.window_area
+        self.qkv = attention.qkv
+        self.proj = attention.proj
+        self.relative_position_bias_table = attention.relative_position_bias_table
+        self.register_buffer("relative_position_index", attention.relative_position_index, persistent=False)
+
+    def _position_bias(self) -> Tensor:
+        index = self.relative_position_index.flatten()
+        bias = self.relative_position_bias_table[index].view(self.window_area, self.window_area, -1)
+        return bias.permute(2, 0, 1)  # (H, T, T)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B*W, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B*W, H, T, D)
+        scores = self.qk(q, k.transpose(-2, -1))  # (B*W, H, T, T)
+        logits = scores * self.scale + self._position_bias()
+        if mask is not None:  # (W, T, T): keeps the regions of a shifted window apart
+            logits = (logits.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
+        heads = self.av(self.softmax(logits), v)  # (B*W, H, T, D)
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
+def expose_(model: nn.Module) -> tuple[Layer, ...]:
+    """Swap every attention of a SwinTransformer in place; return its layers, first to last."""
+    layers = []
+    for name, block in list(model.named_modules()):
+        if isinstance(block, timm_swin.SwinTransformerBlock):
+            block.attn = ExposedWindowAttention(block.attn)
+            layers.append(_layer(name, block))
+    return tuple(layers)
+
+
+def _layer(name: str, block: timm_swin.SwinTransformerBlock) -> Layer:
+    """Send the patch numbers through the block's own shift, pad and partition to see where each patch ends up."""
+    height, width = block.input_resolution
+    (shift_h, shift_w), (win_h, win_w) = block.shift_size, block.window_size
+    patches = torch.arange(height * width).view(1, height, width, 1)
+    patches = torch.roll(patches, shifts=(-shift_h, -shift_w), dims=(1, 2))
+    pad = (0, 0, 0, -width % win_w, 0, -height % win_h)
+    patches = torch.nn.functional.pad(patches, pad, value=height * width)  # padding sorts behind every patch
+    tokens = timm_swin.window_partition(patches, (win_h, win_w)).flatten()  # (W*Q,) patch number of each token
+    return Layer(
+        attention=f"{name}.attn",
+        block=name,
+        grid=(height, width),
+        windows=len(tokens) // (win_h * win_w),
+        raster=tokens.argsort(stable=True)[: height * width],
+    )

@@ -1,0 +1,63 @@
+"""Quantized layers: subclasses that override only `forward`, with `from_float` as the door in."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.models.products import Matmul
+
+
+class QuantWeightMixin:
+    """A layer with a quantized weight, which can be held fixed while only activations change (synthesis, evaluation)."""
+
+    weight: nn.Parameter
+    weight_quantizer: nn.Module
+    held_weight: Tensor | None = None
+
+    def quantized_weight(self) -> Tensor:
+        return self.weight_quantizer(self.weight) if self.held_weight is None else self.held_weight
+
+
+class QuantLinear(QuantWeightMixin, nn.Linear):
+    @classmethod
+    def from_float(cls, linear: nn.Linear, weight_quantizer: nn.Module, input_quantizer: nn.Module) -> "QuantLinear":
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.input_quantizer(x), self.quantized_weight(), self.bias)
+
+
+class QuantConv2d(QuantWeightMixin, nn.Conv2d):
+    @classmethod
+    def from_float(cls, conv: nn.Conv2d, weight_quantizer: nn.Module, input_quantizer: nn.Module) -> "QuantConv2d":
+        layer = cls(
+            conv.in_channels,
+            conv.out_channels,
+            conv.kernel_size,  # type: ignore[arg-type]
+            stride=conv.stride,  # type: ignore[arg-type]
+            padding=conv.padding,  # type: ignore[arg-type]
+            dilation=conv.dilation,  # type: ignore[arg-type]
+            groups=conv.groups,
+            bias=conv.bias is not None,
+            padding_mode=conv.padding_mode,
+            device="meta",
+        )
+        layer.weight, layer.bias = conv.weight, conv.bias
+        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._conv_forward(self.input_quantizer(x), self.quantized_weight(), self.bias)
+
+
+class QuantMatmul(Matmul):
+    @classmethod
+    def from_float(cls, matmul: Matmul, a_quantizer: nn.Module, b_quantizer: nn.Module) -> "QuantMatmul":
+        layer = cls(matmul.signed)
+        layer.a_quantizer, layer.b_quantizer = a_quantizer, b_quantizer
+        return layer
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.a_quantizer(a) @ self.b_quantizer(b)

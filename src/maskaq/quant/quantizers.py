@@ -1,0 +1,197 @@
+"""Quantizers: small modules that own a range. A new one is one class and one name.
+
+    @quantizer("mine")
+    class Mine(Quantizer): ...
+
+A quantizer refuses to run until its range was set by `set_range` or loaded from a state dict.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.errors import RangeError, RecipeError, unknown
+from maskaq.quant import grid, ranges
+
+Role = Literal["weight", "activation"]
+
+QUANTIZERS: dict[str, type["Quantizer"]] = {}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a quantizer must know of the tensor it serves."""
+
+    name: str
+    role: Role
+    bits: int
+    signed: bool
+    """Whether the values can be negative; said by the architecture, never guessed from data."""
+    channels: int | None = None
+    """One range for each slice along the first axis; None: one range for the whole tensor."""
+
+
+class Quantizer(nn.Module):
+    """Base: a uniform grid with a scale and, for signed activations, an integer zero point.
+
+    Weights are symmetric on signed codes. Activations use unsigned codes; where values can be negative the zero point moves.
+    """
+
+    roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        if site.role not in self.roles:
+            raise RecipeError(
+                f"quantizer {type(self).__name__} cannot serve {site.name}: it is for {self.roles[0]}s only"
+            )
+        self.site = site
+        self.symmetric = site.role == "weight"
+        self.low, self.high = grid.code_range(site.bits, signed=self.symmetric)
+        self.ready = False
+        self.observed: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observed is not None:
+            self.observed.append(_sample(x.detach()))
+            return x
+        self._check_ready()
+        return self.fake_quantize(x)
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        scale, zero_point = self._grid(x)
+        return grid.fake_quantize(x, scale, zero_point, self.low, self.high)
+
+    def codes(self, x: Tensor) -> Tensor:
+        """The integer codes of x: `dequantize(codes(x))` equals the forward pass exactly."""
+        self._check_ready()
+        scale, zero_point = self._grid(x)
+        return grid.quantize(x, scale, zero_point, self.low, self.high)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        scale, zero_point = self._grid(codes)
+        return grid.dequantize(codes, scale, zero_point)
+
+    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> None:
+        """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`."""
+        if not torch.isfinite(values).all():
+            raise RangeError(f"{self.site.name}: values with NaN or Inf cannot set a range; are the weights sound?")
+        rows = values.flatten(1) if self.site.channels else values.reshape(1, -1)
+        low, high = ranges.RANGES[method](rows, self.site.bits, self.symmetric, percentile)
+        if self.symmetric:
+            self._store(ranges.symmetric(torch.maximum(-low, high), self.site.bits), torch.zeros_like(low))
+        else:
+            self._store(*ranges.affine(low if self.site.signed else torch.zeros_like(low), high, self.site.bits))
+        self.ready = True
+
+    def _store(self, scale: Tensor, zero_point: Tensor) -> None:
+        self.scale.data.copy_(scale.reshape(self.scale.shape))
+        self.zero_point.data.copy_(zero_point.reshape(self.zero_point.shape))
+
+    def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero point, shaped to broadcast over x."""
+        scale, zero_point = self._step(x.numel() // len(self.scale))
+        shape = (-1,) + (1,) * (x.dim() - 1) if self.site.channels else ()
+        return scale.reshape(shape), zero_point.reshape(shape)
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        """The (C,) scale and integer zero point in use; learned ones pass their gradient on from here."""
+        return self.scale, self.zero_point
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            raise RangeError(f"{self.site.name} has no range yet: call maskaq.init_ranges_(student, images) first")
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super()._load_from_state_dict(*args, **kwargs)
+        self.ready = not bool(torch.isnan(self.scale).any())
+
+    def extra_repr(self) -> str:
+        where = f"per channel ({self.site.channels})" if self.site.channels else "per tensor"
+        return f"{self.site.bits} bits, {where}, codes {self.low}..{self.high}"
+
+
+def quantizer(name: str) -> Callable[[type[Quantizer]], type[Quantizer]]:
+    """Class decorator: make a quantizer known under a recipe name."""
+
+    def register(cls: type[Quantizer]) -> type[Quantizer]:
+        if name in QUANTIZERS:
+            raise ValueError(f"quantizer {name!r} is already {QUANTIZERS[name].__name__}")
+        QUANTIZERS[name] = cls
+        return cls
+
+    return register
+
+
+def make_quantizer(name: str, site: Site) -> Quantizer:
+    if name not in QUANTIZERS:
+        raise RecipeError(unknown("quantizer", name, QUANTIZERS))
+    return QUANTIZERS[name](site)
+
+
+@quantizer("lsq")
+class LSQ(Quantizer):
+    """Learned step size, and a learned zero point where activations are signed (LSQ, LSQ+).
+
+    Gradients of both are scaled by 1 / sqrt(values per range * largest code), as in LSQ.
+    """
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        unset = torch.full((site.channels or 1,), math.nan)
+        self.scale = nn.Parameter(unset.clone())
+        if site.role == "activation" and site.signed:
+            self.zero_point = nn.Parameter(unset.clone())
+        else:
+            self.register_buffer("zero_point", torch.zeros_like(unset))
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        factor = 1.0 / math.sqrt(max(1, values_per_range) * self.high)
+        scale = grid.scale_gradient(self.scale.abs(), factor)  # a step is a length: its sign never matters
+        zero_point = grid.scale_gradient(self.zero_point, factor).clamp(self.low, self.high)
+        return scale, grid.round_ste(zero_point)
+
+
+@quantizer("static")
+class Static(Quantizer):
+    """A range that is set once and never learned."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.register_buffer("scale", torch.full((site.channels or 1,), math.nan))
+        self.register_buffer("zero_point", torch.zeros(site.channels or 1))
+
+
+@quantizer("minmax")
+class MinMax(Quantizer):
+    """Symmetric weights whose range follows the weights while they are trained: the largest magnitude of each channel."""
+
+    roles = ("weight",)
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.register_buffer("scale", torch.full((site.channels or 1,), math.nan))
+        self.register_buffer("zero_point", torch.zeros(site.channels or 1))
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        bound = x.detach().abs().flatten(1).amax(dim=1) if self.site.channels else x.detach().abs().amax()[None]
+        self.scale.copy_(ranges.symmetric(bound, self.site.bits))
+        return super().fake_quantize(x)
+
+
+_SAMPLE = 1 << 15  # values kept of one observed tensor: enough for a range, small enough to search it fast
+
+
+def _sample(x: Tensor) -> Tensor:
+    """At most _SAMPLE values of x, evenly spaced, always with its smallest and its largest."""
+    flat = x.flatten()
+    if flat.numel() <= _SAMPLE:
+        return flat
+    stride = -(-flat.numel() // _SAMPLE)
+    return torch.cat([flat[::stride], flat.amin()[None], flat.amax()[None]])

@@ -1,0 +1,77 @@
+"""Ways to choose the range a quantizer covers, from the values it will see. Each: (C, M) values -> (C,) low, (C,) high."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from maskaq.quant.grid import code_range, fake_quantize
+
+
+def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and integer zero point of the unsigned grid over [low, high]; zero is always a value of the grid."""
+    top = code_range(bits, signed=False)[1]
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    scale = ((high - low) / top).clamp(min=torch.finfo(low.dtype).tiny * 1e4)
+    return scale, torch.round(-low / scale).clamp(0, top)
+
+
+def symmetric(bound: Tensor, bits: int) -> Tensor:
+    """Scale of the signed grid that covers [-bound, bound] with 2^bits levels.
+
+    The step is 2 * bound / (2^bits - 1), so that no value inside is further than half a step from its level.
+    """
+    return (2 * bound / ((1 << bits) - 1)).clamp(min=torch.finfo(bound.dtype).tiny * 1e4)
+
+
+def minmax(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value."""
+    return values.amin(dim=1), values.amax(dim=1)
+
+
+def percentile(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+    """The range that leaves out the outer (1 - percentile) of the values, half of it at each end."""
+    ordered = values.sort(dim=1).values
+    cut = int(round((1 - percentile) / 2 * (ordered.shape[1] - 1)))
+    return ordered[:, cut], ordered[:, -1 - cut]
+
+
+def mse(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+    """The range with the least squared quantization error: each end shrunk in turn, twice over, in steps of 2 %."""
+    shrinks = torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, 1)
+    if is_symmetric:
+        bounds = values.abs().amax(dim=1) * shrinks  # (S, C)
+        return _least_error(values, bits, -bounds, bounds, is_symmetric=True)
+    low, high = minmax(values, bits, False, percentile)
+    best_low, best_high = low, high
+    for _ in range(2):
+        best_low, best_high = _least_error(values, bits, best_low.expand(50, -1), high * shrinks, is_symmetric=False)
+        best_low, best_high = _least_error(values, bits, low * shrinks, best_high.expand(50, -1), is_symmetric=False)
+    return best_low, best_high
+
+
+_SEARCHED_AT_ONCE = 1 << 22  # values times candidates held in memory together
+
+RANGES: dict[str, Callable[[Tensor, int, bool, float], tuple[Tensor, Tensor]]] = {
+    "minmax": minmax,
+    "percentile": percentile,
+    "mse": mse,
+}
+
+
+def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Of (S, C) candidate ranges, the best of each channel."""
+    if is_symmetric:
+        scales, zero_points = symmetric(highs, bits), torch.zeros_like(highs)
+    else:
+        scales, zero_points = affine(lows, highs, bits)
+    codes = code_range(bits, signed=is_symmetric)
+    at_once = max(1, _SEARCHED_AT_ONCE // values.numel())
+    errors = torch.cat(
+        [
+            (fake_quantize(values, s[..., None], z[..., None], *codes) - values).square().mean(dim=-1)
+            for s, z in zip(scales.split(at_once), zero_points.split(at_once), strict=True)
+        ]
+    )
+    best = errors.argmin(dim=0, keepdim=True)  # (1, C)
+    return lows.gather(0, best)[0], highs.gather(0, best)[0]

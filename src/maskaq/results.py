@@ -1,0 +1,96 @@
+"""Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskaq import runfolder
+from maskaq.config import Recipe, recipe_from_dict
+from maskaq.errors import CheckpointError, MaskaqError, RunFolderError
+from maskaq.evaluate import EvalResult, evaluate
+from maskaq.models import expose
+from maskaq.models.load import load_model, rebuild
+from maskaq.quant.twin import quantized_twin
+from maskaq.run import MODEL_FILE, RANGES_FILE, pick_device, weights_digest
+from maskaq.runfolder import RunFolder
+from maskaq.watch import Watch
+
+FULL_PRECISION, NEAREST, CALIBRATED = "full precision", "round to nearest", "maskaq"
+
+Batches = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The models of a run folder."""
+
+    folder: Path
+    recipe: Recipe
+    seed: int
+    source: dict[str, Any]
+    """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
+
+    def teacher(self) -> nn.Module:
+        """The full-precision model, from where the run took it; refused if its weights are others now."""
+        model = load_model(self.source["name"], self.source["checkpoint"], self.source["args"])
+        if weights_digest(model) != RunFolder.read(self.folder).identity["model"]["weights"]:
+            raise CheckpointError(
+                f"{self.source['checkpoint'] or self.source['name']} has other weights now than when {self.folder} was made"
+            )
+        return expose(model)
+
+    def nearest(self) -> nn.Module:
+        """Round to nearest at the same bits: the teacher's weights, the first ranges, no calibration."""
+        student = quantized_twin(self.teacher(), self.recipe.quantization)
+        tensors, _ = runfolder.read_tensors(self.folder / RANGES_FILE)
+        student.load_state_dict(tensors, strict=False)
+        return student
+
+    def calibrated(self) -> nn.Module:
+        """The calibrated student of the last epoch. Needs no teacher."""
+        if not (self.folder / MODEL_FILE).exists():
+            raise RunFolderError(
+                f"{self.folder} is not finished: run its command again to go on (`maskaq calibrate DIR`)"
+            )
+        student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
+        tensors, _ = runfolder.read_tensors(self.folder / MODEL_FILE)
+        student.load_state_dict(tensors)
+        return student
+
+
+def open_run(folder: str | Path) -> OpenedRun:
+    """A run folder for reading."""
+    run = RunFolder.read(folder)
+    source = run.facts.get("source")
+    if not source:
+        raise RunFolderError(f"{folder} was made from a model in memory, without a name: load its model file in Python")
+    return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source)
+
+
+def compare(
+    run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, watch: Watch | None = None
+) -> dict[str, EvalResult | str]:
+    """Accuracy of full precision, round to nearest and the calibrated model; a reason where one cannot be had."""
+    watch, table = watch or Watch(), {}
+    for name, make in ((FULL_PRECISION, run.teacher), (NEAREST, run.nearest), (CALIBRATED, run.calibrated)):
+        try:
+            model = make()
+        except MaskaqError as error:
+            if name == CALIBRATED:
+                raise
+            table[name] = str(error)  # the teacher's file may be gone; the student must not suffer for it
+            continue
+        loader = batches(model)
+        watch.stage(f"evaluate {name}", len(getattr(loader, "dataset", ())))
+        table[name] = evaluate(model.to(pick_device(device)), loader, watch)
+    return table
+
+
+def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
+    """metrics.json of a run folder: what `compare` found, and on which images."""
+    rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
+    runfolder.write_json_atomic(Path(folder) / "metrics.json", {"data": data, "accuracy": rows})

@@ -1,0 +1,234 @@
+"""The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
+
+import hashlib
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import timm
+import torch
+from torch import Tensor, nn
+
+import maskaq
+from maskaq import randomness, runfolder
+from maskaq.calibrate import Calibrator
+from maskaq.config import Recipe, load_recipe, to_dict, to_toml
+from maskaq.data import SyntheticSet
+from maskaq.errors import DeviceError, SynthesisError
+from maskaq.models import expose, geometry
+from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
+from maskaq.runfolder import RunFolder
+from maskaq.synthesize import Synthesizer
+from maskaq.watch import Watch
+
+MODEL_FILE = "model.safetensors"
+RANGES_FILE = "ranges.safetensors"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    model: nn.Module
+    """The calibrated student of the last epoch."""
+    folder: Path
+    images: SyntheticSet
+    """The synthetic images of the last round."""
+
+
+def quantize(
+    model: nn.Module,
+    recipe: Recipe | str = "quick",
+    out: str | Path = "runs/maskaq",
+    *,
+    bits: str | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    watch: Watch | None = None,
+    source: dict[str, Any] | None = None,
+    checkpoint_seconds: float = 30.0,
+    only_images: bool = False,
+) -> Result:
+    """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
+
+    Args:
+        recipe: a Recipe, or the name or file of one.
+        source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
+        only_images: stop after the first round of synthesis.
+    """
+    recipe = load_recipe(recipe, bits=bits) if isinstance(recipe, str) else recipe
+    watch = watch or Watch()
+    teacher = expose(model).to(pick_device(device))
+    student = quantized_twin(teacher, recipe.quantization)
+    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
+    calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch)
+
+    with RunFolder.open(out, identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)) as run:
+        init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
+        first_epoch = _restore(run, student, calibrator)
+        images = None
+        for round, epochs in enumerate(recipe.rounds):
+            if first_epoch >= epochs.stop and round < len(recipe.rounds) - 1:
+                continue  # an earlier call finished this round
+            images = _images_of_round(run, synthesizer, round, recipe)
+            if only_images:
+                break
+            if first_epoch == 0 and round == 0:
+                _start_from_images(run, student, images, recipe, teacher)
+            watch.stage(f"calibrate, round {round + 1} of {len(recipe.rounds)}", len(images) * len(epochs))
+            last_saved = time.monotonic()
+            for epoch in range(max(first_epoch, epochs.start), epochs.stop):
+                run.event(stage="calibrate", round=round, epoch=epoch, **calibrator.epoch(images, epoch))
+                if epoch == epochs.stop - 1 or time.monotonic() - last_saved > checkpoint_seconds:
+                    _checkpoint(run, student, calibrator, epoch + 1)
+                    last_saved = time.monotonic()
+        assert images is not None
+        if not only_images:
+            _save_model(run, student)
+    return Result(model=student, folder=Path(out), images=images)
+
+
+def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recipe: Recipe) -> SyntheticSet:
+    """The round's images: shards that are there are read, the others made. Refreshes may start from the round before."""
+    config, steps = recipe.synthesis, recipe.steps_in_round(round)
+    shards = list(enumerate(torch.arange(config.images).split(config.batch)))
+    there = {shard for shard, _ in shards if run.has_shard(round, shard)}
+    finished = sum(len(indices) for shard, indices in shards if shard in there)
+    title = f"synthesize, round {round + 1} of {len(recipe.rounds)}"
+    synthesizer.watch.stage(title, config.images * steps, done=finished * steps)
+    sets = []
+    for shard, indices in shards:
+        if shard not in there:
+            warm = round > 0 and recipe.refresh.start == "warm"
+            began = time.monotonic()
+            made = synthesizer(indices, round, SyntheticSet(**run.load_shard(round - 1, shard)) if warm else None)
+            lost = sorted(set(indices.tolist()) - set(made.indices.tolist()))
+            run.save_shard(round, shard, made.tensors(), count=len(made), lost=lost)
+            seconds = time.monotonic() - began
+            run.event(
+                stage="synthesize", round=round, shard=shard, seconds=seconds, lost=lost, curves=synthesizer.curves
+            )
+        sets.append(SyntheticSet(**run.load_shard(round, shard)))
+    images = SyntheticSet.concatenate(sets)
+    lost_in_all = config.images - len(images)
+    if lost_in_all > config.max_lost * config.images or not len(images):
+        raise SynthesisError(
+            f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
+            f"{config.max_lost} allows; lower synthesis.lr (now {config.lr}) or check the model's weights"
+        )
+    return images
+
+
+def _start_from_images(
+    run: RunFolder, student: nn.Module, images: SyntheticSet, recipe: Recipe, teacher: nn.Module
+) -> None:
+    """Set the ranges anew on the first synthetic images and keep them: they are round-to-nearest, where calibration starts."""
+    facts, device = geometry(teacher), next(teacher.parameters()).device
+    chosen = images[: recipe.quantization.range_images].to(device)
+    init_ranges_(student, facts.normalise(chosen.images.float() / 255), recipe.quantization)
+    runfolder.write_tensors(run.path(RANGES_FILE), ranges(student))
+
+
+def ranges(student: nn.Module) -> dict[str, Tensor]:
+    """The state of every quantizer, by its name in the student's state dict."""
+    return {
+        f"{name}.{key}": value.detach().cpu()
+        for name, quantizer in quantizers(student).items()
+        for key, value in quantizer.state_dict().items()
+    }
+
+
+def _save_model(run: RunFolder, student: nn.Module) -> None:
+    tensors = {name: value.detach().cpu() for name, value in student.state_dict().items()}
+    runfolder.write_tensors(run.path(MODEL_FILE), tensors, {"maskaq": maskaq.__version__})
+
+
+def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:
+    state = {"student": dict(student.state_dict()), "optimizer": calibrator.state_dict()}
+    tensors, layout = runfolder.flatten_state(state)
+    run.save_checkpoint(tensors, {"epoch": epoch, "layout": layout})
+
+
+def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
+    """Bring student and optimiser to the latest checkpoint; the number of epochs that are done."""
+    saved = run.load_checkpoint()
+    if saved is None:
+        return 0
+    tensors, progress = saved
+    state = runfolder.restore_state(tensors, progress["layout"])
+    student.load_state_dict(state["student"])
+    calibrator.load_state_dict(state["optimizer"])
+    return int(progress["epoch"])
+
+
+def pick_device(device: str | torch.device | None = None) -> torch.device:
+    """The asked device, or CUDA where there is one."""
+    try:
+        picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=picked)
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return picked
+
+
+def estimate_seconds(teacher: nn.Module, recipe: Recipe, device: torch.device, only_images: bool = False) -> float:
+    """A rough forecast of the whole run from a few synthesis steps; an image of calibration costs about as much as a step."""
+    batch = min(recipe.synthesis.batch, recipe.synthesis.images, 4 if device.type == "cpu" else 1 << 30)
+    trial = replace(recipe, synthesis=replace(recipe.synthesis, steps=3, batch=batch))
+    teacher = expose(teacher).to(device)
+    student = quantized_twin(teacher, recipe.quantization)
+    init_ranges_(
+        student, noise(teacher, 1, 0), replace(recipe.quantization, activation_range="minmax", weight_range="minmax")
+    )
+    synthesizer = Synthesizer(teacher, student, trial)
+    synthesizer(torch.arange(batch))  # the first steps pay for the start
+    began = time.monotonic()
+    synthesizer(torch.arange(batch))
+    per_image_step = (time.monotonic() - began) / (3 * batch)
+    rounds = range(1 if only_images else len(recipe.rounds))
+    steps = sum(recipe.steps_in_round(round) for round in rounds) + (0 if only_images else recipe.calibration.epochs)
+    return per_image_step * recipe.synthesis.images * steps
+
+
+def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
+    """n images of Gaussian noise, the student's first ranges before any image is made."""
+    facts, device = geometry(teacher), next(teacher.parameters()).device
+    keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
+    return randomness.normal(keys, facts.channels, *facts.image_size)
+
+
+def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """What makes a run this run: another of these is another folder."""
+    weights = {"class": type(model).__name__, "weights": weights_digest(model)}
+    return {"recipe": to_dict(recipe), "model": weights, "seed": seed}
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 over the names and values of a model's state."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def facts(teacher: nn.Module, source: dict[str, Any] | None) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    device = next(teacher.parameters()).device
+    return {
+        "source": source,
+        "versions": {
+            "maskaq": maskaq.__version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
+        },
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
+    }

@@ -1,0 +1,462 @@
+"""The folder of one run: everything the run writes, in a form that survives `kill -9` at any moment.
+
+    run.json                       what the run is (identity) and where it ran (facts)
+    recipe.toml                    the recipe as text
+    events.jsonl                   one JSON object per line, appended
+    images/round_00/               shard_0000.safetensors ... and manifest.json
+    checkpoints/                   the latest checkpoint and the one before
+    .lock, .lock.pid               held by the one process that writes
+
+Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from filelock import BaseFileLock, FileLock, Timeout
+from torch import Tensor
+
+from maskaq.errors import RunFolderError
+
+FORMAT = 1
+
+_ANEW = "delete it and run the same command again: it is made anew"
+_ZEROS = b"0" * 64
+# Inside a JSON string the quotes would be escaped, so in a header this matches our metadata entry and nothing else.
+_DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
+# What a run killed before its run.json was in place may have left behind.
+_UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
+_SHARD = re.compile(r"shard_(\d+)\.safetensors")
+
+
+@contextmanager
+def _explained(path: Path, needed: int = 4096) -> Iterator[None]:
+    """Turns an OSError of the block into a message that says what to do; a new folder needs a block of 4096 bytes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = (
+                f"disk full: {needed} bytes needed for {path}; "
+                "free space and run the same command again: it continues where it stopped"
+            )
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            message = f"cannot write to {path}: {error.strerror}; make it writable, or choose another --out"
+        else:
+            message = f"cannot write {path}: {error.strerror or error}"
+        raise RunFolderError(message) from error
+
+
+def _damaged(path: Path, reason: object, remedy: str) -> RunFolderError:
+    """The error for a file that is there and is not what was written."""
+    return RunFolderError(f"{path} is damaged ({reason}): {remedy}")
+
+
+def write_bytes_atomic(path: str | Path, data: bytes) -> None:
+    """Puts data at path, durably: whatever happens, path holds its old content or all of the new."""
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _explained(path, len(data)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temp, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, path)
+        finally:
+            with suppress(OSError):  # after the rename there is nothing left to remove
+                temp.unlink()
+    with suppress(OSError):  # not every file system can sync a folder; a kill, unlike a power cut, does not need it
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_json_atomic(path: str | Path, obj: Any) -> None:
+    """Puts obj at path as readable JSON, like `write_bytes_atomic`."""
+    write_bytes_atomic(path, (json.dumps(obj, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Puts tensors and metadata at path as safetensors; the metadata key "digest" is ours. Same input, same bytes."""
+    write_bytes_atomic(path, _seal(tensors, metadata or {}))
+
+
+def read_tensors(path: str | Path, remedy: str = _ANEW) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors (on the CPU) and metadata `write_tensors` put at path, every bit verified."""
+    path = Path(path)
+    return _unseal(_read_bytes(path), path, remedy)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunFolderError(f"{path} is missing: run the same command again, it makes what is not there") from None
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_json(path: Path, remedy: str = _ANEW) -> Any:
+    try:
+        return json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise _damaged(path, error, remedy) from None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the CPU that shares no storage: what safetensors takes, and no later step changes."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file whose metadata holds the sha256 of the whole file, taken with zeros in the digest's place."""
+    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+    blob = memoryview(safetensors.torch.save(plain, {**metadata, "digest": _ZEROS.decode()}))
+    end = 8 + int.from_bytes(blob[:8], "little")
+    # safetensors writes metadata in random order; a sorted header makes equal runs give equal files.
+    fields = json.loads(bytes(blob[8:end]))
+    header = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    digest = sha256(head)
+    digest.update(blob[end:])
+    sealed = head.replace(b'"digest":"' + _ZEROS, b'"digest":"' + digest.hexdigest().encode(), 1)
+    return b"".join((sealed, blob[end:]))
+
+
+def _unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `_seal` was given; path and remedy are for the message when a bit of data is not as it was."""
+    end = min(8 + int.from_bytes(data[:8], "little"), len(data))
+    found = _DIGEST.search(data, 8, end)
+    if found is None:
+        raise _damaged(path, f"{len(data)} bytes, without the digest maskaq writes", remedy)
+    digest = sha256(data[: found.start(1)] + _ZEROS)
+    digest.update(memoryview(data)[found.end(1) :])
+    if digest.hexdigest() != found[1].decode():
+        raise _damaged(path, f"digest {found[1].decode()} expected, {digest.hexdigest()} found", remedy)
+    metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
+    del metadata["digest"]
+    return safetensors.torch.load(data), metadata
+
+
+def flatten_state(tree: Any) -> tuple[dict[str, Tensor], str]:
+    """A state_dict (dicts, lists, tuples, scalars, None, tensors) as named tensors (copies) and one JSON string."""
+    tensors: dict[str, Tensor] = {}
+
+    def pack(node: Any, name: str) -> Any:
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if isinstance(node, Tensor):
+            while not name or name in tensors:  # keys 0 and "0" give the same name
+                name += "_"
+            tensors[name] = _plain(node)
+            return {"tensor": name}
+        if isinstance(node, list | tuple):
+            items = [pack(item, f"{name}.{i}" if name else str(i)) for i, item in enumerate(node)]
+            return items if isinstance(node, list) else {"tuple": items}
+        if isinstance(node, Mapping) and all(type(key) in (int, str) for key in node):
+            # Pairs, because a JSON object would turn int keys into strings.
+            return {"dict": [[key, pack(value, f"{name}.{key}" if name else str(key))] for key, value in node.items()]}
+        raise TypeError(f"cannot save {type(node).__name__} at {name or 'the root'} without pickle")
+
+    return tensors, json.dumps(pack(tree, ""))
+
+
+def restore_state(tensors: Mapping[str, Tensor], meta: str) -> Any:
+    """The tree that `flatten_state` took apart; its tensors are those given, on the CPU if they come from a file."""
+
+    def unpack(node: Any) -> Any:
+        if isinstance(node, list):
+            return [unpack(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        ((kind, value),) = node.items()
+        if kind == "tensor":
+            return tensors[value]
+        if kind == "tuple":
+            return tuple(unpack(item) for item in value)
+        return {key: unpack(item) for key, item in value}
+
+    return unpack(json.loads(meta))
+
+
+def _dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}: each leaf under its dotted path."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {k: v for key, sub in tree.items() for k, v in _dotted(sub, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises, with every differing key, unless the run in the folder is the run asked for."""
+    if old == new:
+        return
+    was, asked = _dotted(old), _dotted(new)
+    lines = [f"{root} holds another run:"]
+    for key in was | asked:
+        here, there = (json.dumps(side[key], ensure_ascii=False) if key in side else "absent" for side in (was, asked))
+        if key not in was or key not in asked or was[key] != asked[key]:
+            lines.append(f"  {key}: {here} in the folder, {there} asked")
+    raise RunFolderError("\n".join([*lines, "choose another --out, or give the settings of the folder"]))
+
+
+def _read_run(root: Path) -> dict[str, Any]:
+    """The content of run.json, checked to be of our format."""
+    path, remedy = root / "run.json", "put the file back from a copy, or start anew with another --out"
+    run = _read_json(path, remedy)
+    if not isinstance(run, dict) or "format" not in run:
+        raise _damaged(path, "no format", remedy)
+    if run["format"] != FORMAT:
+        raise RunFolderError(
+            f"{path} has format {run['format']}, this maskaq works with format {FORMAT}: "
+            "use the maskaq that made it, or choose another --out"
+        )
+    if not isinstance(run.get("identity"), dict) or not isinstance(run.get("facts"), dict):
+        raise _damaged(path, "no identity or facts", remedy)
+    return run
+
+
+def _lock(root: Path) -> BaseFileLock:
+    """The lock on root, held. It is the kernel's: it goes when its holder goes, however that ends."""
+    lock = FileLock(root / ".lock", timeout=0)
+    with _explained(root):
+        try:
+            lock.acquire()
+        except Timeout:
+            # The pid lives beside the lock, not in it: some versions of filelock empty a lock they fail to take.
+            note = root / ".lock.pid"
+            pid = f" (pid {note.read_text()})" if note.exists() else ""
+            message = f"another maskaq process{pid} is working in {root}: wait until it ends, or choose another --out"
+            raise RunFolderError(message) from None
+    return lock
+
+
+def _check_ours(root: Path) -> None:
+    """Raises if root is there and is something else than a run folder; leaves no trace in it."""
+    with _explained(root):
+        names = os.listdir(root) if root.is_dir() else ["a file"] if root.exists() else []
+    if "run.json" not in names and not all(_UNBORN.fullmatch(name) for name in names):
+        raise RunFolderError(f"{root} exists and is not a run folder: choose another --out")
+
+
+def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
+    path = root / "run.json"
+    run = _read_run(root) if path.exists() else asked
+    _check_identity(root, run["identity"], asked["identity"])
+    # Only now, as a folder that is refused stays as it is: clear away what a kill left half done.
+    with suppress(OSError):  # it only serves a message
+        (root / ".lock.pid").write_text(str(os.getpid()))
+    with _explained(root):
+        for temp in root.rglob(".*.[0-9]*.tmp"):
+            temp.unlink()
+        events = root / "events.jsonl"
+        if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
+            os.truncate(events, data.rfind(b"\n") + 1)
+    if not path.exists():
+        write_json_atomic(path, run)
+    elif asked["facts"] != [run["facts"], *run.get("resumed", [])][-1]:
+        run = {**run, "resumed": [*run.get("resumed", []), asked["facts"]]}
+        write_json_atomic(path, run)
+    return run
+
+
+class RunFolder:
+    """One run's files. `open` it to work (a context manager, one process at a time) or `read` it to look."""
+
+    def __init__(self, root: Path, run: dict[str, Any], lock: BaseFileLock | None = None) -> None:
+        self.root = root
+        self.identity: dict[str, Any] = run["identity"]
+        self.facts: dict[str, Any] = run["facts"]
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        recipe_text: str = "",
+        facts: Mapping[str, Any] | None = None,
+    ) -> "RunFolder":
+        """The folder of the run with this identity, new or to be continued, locked until it is closed."""
+        root = Path(path)
+        _check_ours(root)
+        with _explained(root):
+            root.mkdir(parents=True, exist_ok=True)
+        asked = json.loads(json.dumps({"format": FORMAT, "identity": identity, "facts": facts or {}}))
+        lock = _lock(root)
+        try:
+            run = _start_or_resume(root, asked)
+            if not (root / "recipe.toml").exists():
+                write_bytes_atomic(root / "recipe.toml", recipe_text.encode())
+        except BaseException:
+            lock.release()
+            raise
+        return cls(root, run, lock)
+
+    @classmethod
+    def read(cls, path: str | Path) -> "RunFolder":
+        """The folder for reading only, without lock; another process may be at work in it."""
+        root = Path(path)
+        if not os.path.isfile(root / "run.json"):
+            raise RunFolderError(
+                f"{root} is not a run folder: expected the --out of an earlier run, with run.json in it"
+            )
+        return cls(root, _read_run(root))
+
+    def close(self) -> None:
+        """Gives the lock back; from here on the folder is for reading only."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def path(self, name: str) -> Path:
+        """Where the file called name is, or would be."""
+        return self.root / name
+
+    def _ours(self, name: str) -> Path:
+        """The path of a file about to be written."""
+        if self._lock is None:
+            raise RunFolderError(f"cannot write {self.root / name}: the run folder is open for reading only")
+        return self.root / name
+
+    def write_json(self, name: str, obj: Any) -> None:
+        """Puts obj into the file called name, whole or not at all."""
+        write_json_atomic(self._ours(name), obj)
+
+    def read_json(self, name: str) -> Any:
+        """What `write_json` put into the file called name."""
+        return _read_json(self.root / name)
+
+    # ---- events
+
+    def event(self, **fields: Any) -> None:
+        """Appends one line to events.jsonl: the fields and the time (UTC)."""
+        path, time = self._ours("events.jsonl"), datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = (json.dumps({"time": time, **fields}, ensure_ascii=False) + "\n").encode()
+        with _explained(path, len(line)), open(path, "ab", buffering=0) as file:
+            start = file.tell()
+            if file.write(line) != len(line):
+                file.truncate(start)  # or the next event would be glued to this torn one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events, oldest first, without a last line still being written or torn by a kill."""
+        path = self.root / "events.jsonl"
+        *lines, _torn = _read_bytes(path).split(b"\n") if path.exists() else [b""]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise _damaged(path, error, "remove the lines that are not JSON") from None
+
+    # ---- shards of images
+
+    def _shard(self, round: int, shard: int) -> str:
+        return f"images/round_{round:02d}/shard_{shard:04d}.safetensors"
+
+    def manifest(self, round: int) -> dict[str, dict[str, Any]]:
+        """File name -> {"sha256", "bytes", "count", ...} of each shard of a round; what is not in it does not exist."""
+        path = self.root / f"images/round_{round:02d}/manifest.json"
+        remedy = f"delete {path.parent} and run the same command again: its images are made anew"
+        found = _read_json(path, remedy) if path.exists() else {}
+        if not isinstance(found, dict) or not all(
+            isinstance(entry, dict) and {"sha256", "bytes"} <= entry.keys() for entry in found.values()
+        ):
+            raise _damaged(path, "an entry without sha256 or bytes", remedy)
+        return found
+
+    def _write_manifest(self, round: int, manifest: dict[str, dict[str, Any]]) -> None:
+        self.write_json(f"images/round_{round:02d}/manifest.json", dict(sorted(manifest.items())))
+
+    def save_shard(self, round: int, shard: int, tensors: Mapping[str, Tensor], **extra: Any) -> None:
+        """Saves tensors that share their first dimension (the count); extra goes into the manifest."""
+        path = self._ours(self._shard(round, shard))
+        self.drop_shard(round, shard)  # or a kill between the two writes would leave an old entry with a new file
+        data = _seal(tensors, {})
+        write_bytes_atomic(path, data)
+        entry = {"sha256": sha256(data).hexdigest(), "bytes": len(data), "count": len(next(iter(tensors.values())))}
+        self._write_manifest(round, {**self.manifest(round), path.name: {**entry, **extra}})
+
+    def load_shard(self, round: int, shard: int) -> dict[str, Tensor]:
+        """The tensors of a shard, verified against the manifest and the file's own digest."""
+        path = self.root / self._shard(round, shard)
+        entry = self.manifest(round).get(path.name)
+        if entry is None:
+            raise RunFolderError(
+                f"{path} is not in the manifest: run the same command again, it makes what is not there"
+            )
+        data = _read_bytes(path)
+        if len(data) != entry["bytes"]:
+            raise _damaged(path, f"{entry['bytes']} bytes expected, {len(data)} found", _ANEW)
+        if (found := sha256(data).hexdigest()) != entry["sha256"]:
+            raise _damaged(path, f"sha256 {entry['sha256']} expected, {found} found", _ANEW)
+        return _unseal(data, path, _ANEW)[0]
+
+    def shards(self, round: int) -> list[int]:
+        """The numbers of the shards of a round that are in the manifest and there with the right size."""
+        found = []
+        for name, entry in self.manifest(round).items():
+            path = self.root / f"images/round_{round:02d}" / name
+            if (match := _SHARD.fullmatch(name)) and path.is_file() and path.stat().st_size == entry["bytes"]:
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def has_shard(self, round: int, shard: int) -> bool:
+        """Whether a shard can be loaded, short of reading it: `load_shard` verifies its content."""
+        return shard in self.shards(round)
+
+    def drop_shard(self, round: int, shard: int) -> None:
+        """Makes a shard not exist, if it does."""
+        path = self._ours(self._shard(round, shard))
+        manifest = self.manifest(round)
+        if manifest.pop(path.name, None) is not None:
+            self._write_manifest(round, manifest)
+        with _explained(path):
+            path.unlink(missing_ok=True)
+
+    # ---- checkpoints
+
+    def _checkpoints(self) -> list[Path]:
+        """The files of all checkpoints, oldest first."""
+        return sorted((self.root / "checkpoints").glob(f"checkpoint_{'[0-9]' * 6}.safetensors"))
+
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
+        """Saves a checkpoint and gives its file; only this one and the one before are kept."""
+        before = self._checkpoints()
+        number = int(before[-1].stem.removeprefix("checkpoint_")) + 1 if before else 0
+        path = self._ours(f"checkpoints/checkpoint_{number:06d}.safetensors")
+        write_tensors(path, tensors, {"progress": json.dumps(progress)})
+        with _explained(path):
+            for old in before[:-1]:
+                old.unlink(missing_ok=True)
+        return path
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The tensors and progress of the newest checkpoint, or None before the first. A damaged one is an error."""
+        files = self._checkpoints()
+        if not files:
+            return None
+        back = f"the previous checkpoint, {files[-2].name}" if len(files) > 1 else "the start"
+        remedy = f"delete that file and run the same command again: the run goes back to {back}"
+        tensors, metadata = read_tensors(files[-1], remedy)
+        return tensors, json.loads(metadata["progress"])

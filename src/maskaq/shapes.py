@@ -1,0 +1,83 @@
+"""Axes and geometry: what the losses need to know about a model, so that none of them asks which model it is.
+
+Legend   B images   W windows of an image   H heads   T tokens of a window (prefix + patches)   Q queries, K keys (patches)
+         N patches of an image in raster order   D channels of a head   C channels of an image, or classes
+A plain ViT is one window with its prefix tokens in front; Swin is many windows and no prefix.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer: where it is in the model, and how its tokens lie on the image."""
+
+    attention: str
+    """Module path of the attention."""
+    block: str
+    """Module path of the block around it."""
+    grid: tuple[int, int]
+    """Patches down and across."""
+    windows: int = 1
+    prefix_tokens: int = 0
+    class_query: bool = False
+    """Token 0 is a class token that the prediction is read from."""
+    raster: Tensor | None = None
+    """(N,) position of each raster patch among the W*Q window tokens; None where they are in raster order already."""
+
+    def maps(self, attention: Tensor) -> Tensor:
+        """(B*W, H, T, T) -> (B, W, H, Q, K), patches only."""
+        p = self.prefix_tokens
+        return attention.unflatten(0, (-1, self.windows))[..., p:, p:]
+
+    def patch_attention(self, attention: Tensor) -> Tensor:
+        """(B*W, H, T, T) -> (B, N): how much each patch is attended to, mean over heads.
+
+        The class token's row; without a class token, the mean over all queries of the patch's window.
+        """
+        p = self.prefix_tokens
+        rows = attention[:, :, 0, p:] if self.class_query else attention[:, :, p:, p:].mean(dim=2)  # (B*W, H, K)
+        return self._to_raster(rows.mean(dim=1).unflatten(0, (-1, self.windows)).flatten(1))
+
+    def patch_heads(self, heads: Tensor) -> Tensor:
+        """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only."""
+        heads = heads[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))  # (B, W, H, Q, D)
+        return self._to_raster(heads.transpose(1, 2).flatten(2, 3), dim=2)
+
+    def _to_raster(self, tokens: Tensor, dim: int = 1) -> Tensor:
+        return tokens if self.raster is None else tokens.index_select(dim, self.raster)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything the method needs to know of a model besides calling it."""
+
+    layers: tuple[Layer, ...]
+    image_size: tuple[int, int]
+    channels: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    first: tuple[str, ...]
+    """Module paths of the patch embedding's convolutions."""
+    last: tuple[str, ...]
+    """Module paths of the classifiers."""
+
+    def to(self, device: torch.device | str) -> "Geometry":
+        moved = [replace(x, raster=None if x.raster is None else x.raster.to(device)) for x in self.layers]
+        return replace(self, layers=tuple(moved))
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """(B, C, H, W) in [0, 1] -> what the model takes."""
+        return (pixels - self._channel(self.mean, pixels)) / self._channel(self.std, pixels)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """What the model takes -> [0, 1]."""
+        return images * self._channel(self.std, images) + self._channel(self.mean, images)
+
+    @staticmethod
+    def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+        return torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1)

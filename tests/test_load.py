@@ -1,0 +1,502 @@
+"""maskaq.models.load: names, weights files, what follows from a file, and every way in which it can be wrong."""
+
+import argparse
+import hashlib
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from maskaq.errors import CheckpointError, ModelError
+from maskaq.models import load
+from maskaq.models.load import create_timm, describe_source, load_model, read_checkpoint
+
+SWIN = "swin_tiny_patch4_window7_224"
+SWIN_ARGS = {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "img_size": 32}
+DEIT_ARGS = {"embed_dim": 24, "depth": 1, "num_heads": 2}
+
+
+def vit(**kwargs):
+    return timm.create_model("test_vit", **kwargs)
+
+
+def swin(**kwargs):
+    return timm.create_model(SWIN, **{**SWIN_ARGS, "window_size": 4, **kwargs})
+
+
+def saved(model, path):
+    """The path, with the model's weights in it."""
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if Path(path).suffix == ".safetensors":
+        save_file({k: v.contiguous() for k, v in state.items()}, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+def same(a, b):
+    one, two = a.state_dict(), b.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+
+
+def message(action, *args, kind=CheckpointError):
+    with pytest.raises(kind) as caught:
+        action(*args)
+    return str(caught.value)
+
+
+# --- round trips -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pth", ".pt", ".bin"])
+def test_round_trip(tmp_path, ending):
+    source = vit()
+    model = load_model("test_vit", saved(source, tmp_path / f"w{ending}"))
+    assert same(model, source)
+    assert not model.training
+    assert all(p.dtype == torch.float32 and p.requires_grad for p in model.parameters())
+    images = torch.randn(2, 3, 160, 160)
+    assert torch.equal(model(images), source.eval()(images))
+
+
+def test_round_trip_swin_and_distilled(tmp_path):
+    source = swin()
+    assert same(load_model(SWIN, saved(source, tmp_path / "s.pth"), SWIN_ARGS), source)
+    name = "deit_tiny_distilled_patch16_224"
+    source = timm.create_model(name, **DEIT_ARGS, num_classes=7, img_size=64)
+    model = load_model(name, str(saved(source, tmp_path / "d.safetensors")), DEIT_ARGS)
+    assert same(model, source) and model.head_dist.out_features == 7
+
+
+@pytest.mark.parametrize("key", [*load.WRAPPERS, *load.EMA_WRAPPERS])
+def test_wrappers(tmp_path, key):
+    state = {"a.weight": torch.ones(2)}
+    assert read_checkpoint(saved({key: state, "epoch": 3, "loss": torch.zeros(())}, tmp_path / "w.pth")).keys() == {
+        "a.weight"
+    }
+
+
+def test_nested_wrappers_and_configs_under_a_wrapper_name(tmp_path):
+    state = {"a.weight": torch.ones(2)}
+    held = {"model": {"name": "vit"}, "state_dict": {"module": state}}
+    assert read_checkpoint(saved(held, tmp_path / "w.pth")).keys() == {"a.weight"}
+
+
+def test_plain_weights_win_over_averaged(tmp_path):
+    held = {"model_ema": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.zeros(1)}, "model": {"a": torch.ones(1)}}
+    assert read_checkpoint(saved(held, tmp_path / "w.pth"))["a"].item() == 1
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod.", "model.module."])
+def test_prefixes(tmp_path, prefix):
+    state = {f"{prefix}{k}": torch.ones(1) for k in ("a.weight", "b")}
+    assert read_checkpoint(saved(state, tmp_path / "w.pth")).keys() == {"a.weight", "b"}
+
+
+def test_a_prefix_that_not_all_keys_carry_stays(tmp_path):
+    state = {"module.a": torch.ones(1), "b": torch.ones(1)}
+    assert read_checkpoint(saved(state, tmp_path / "w.safetensors")).keys() == set(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_are_cast(tmp_path, dtype):
+    source = vit().to(dtype)
+    model = load_model("test_vit", saved(source, tmp_path / "w.safetensors"))
+    assert same(model, source.float())
+
+
+def test_integers_stay(tmp_path):
+    path = saved({"count": torch.tensor(3), "w": torch.ones(1).half()}, tmp_path / "w.pth")
+    assert {k: v.dtype for k, v in read_checkpoint(path).items()} == {"count": torch.int64, "w": torch.float32}
+
+
+# --- what follows the file ---------------------------------------------------------------------------------------
+
+
+def test_classes_channels_and_size_follow(tmp_path):
+    source = vit(num_classes=7, img_size=96, in_chans=1)
+    model = load_model("test_vit", saved(source, tmp_path / "w.pth"))
+    assert same(model, source)
+    assert model.num_classes == 7 and model.patch_embed.img_size == (96, 96)
+    assert model(torch.randn(1, 1, 96, 96)).shape == (1, 7)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"reg_tokens": 4},
+        {"reg_tokens": 4, "no_embed_class": True},
+        {"no_embed_class": True},
+        {"class_token": False, "global_pool": "avg"},
+    ],
+)
+def test_size_with_other_prefix_tokens(tmp_path, tokens):
+    source = vit(img_size=64, **tokens)
+    model = load_model("test_vit", saved(source, tmp_path / "w.pth"), tokens)
+    assert same(model, source) and model.patch_embed.img_size == (64, 64)
+
+
+def test_swin_window_and_classes_follow(tmp_path):
+    source = swin(num_classes=5, in_chans=4)
+    model = load_model(SWIN, saved(source, tmp_path / "w.pth"), SWIN_ARGS)
+    assert same(model, source) and model.num_classes == 5
+    assert model.layers[0].blocks[0].window_size == (4, 4)
+    assert model(torch.randn(1, 4, 32, 32)).shape == (1, 5)
+
+
+def test_swin_windows_per_stage(tmp_path):
+    args = {**SWIN_ARGS, "depths": (2, 2, 2), "num_heads": (2, 4, 8)}
+    source = timm.create_model(SWIN, **args, window_size=(4, 2, 1))
+    model = load_model(SWIN, saved(source, tmp_path / "w.pth"), args)
+    assert same(model, source) and model.layers[1].blocks[1].shift_size == (1, 1)
+
+
+def test_swin_window_no_larger_than_the_grid(tmp_path):
+    args = {**SWIN_ARGS, "img_size": 24}  # grids of 6 and 3
+    source = timm.create_model(SWIN, **args, window_size=4)
+    model = load_model(SWIN, saved(source, tmp_path / "w.pth"), args)
+    assert same(model, source)
+    assert [layer.blocks[0].window_size for layer in model.layers] == [(4, 4), (3, 3)]
+
+
+def test_swin_image_size_stays_timms(tmp_path):
+    args = {k: v for k, v in SWIN_ARGS.items() if k != "img_size"}
+    model = load_model(SWIN, saved(swin(), tmp_path / "w.pth"), args)
+    assert model.patch_embed.img_size == (224, 224)
+
+
+def test_model_args_win(tmp_path):
+    path = saved(vit(num_classes=7), tmp_path / "w.pth")
+    model = load_model("test_vit", path, {"img_size": 96, "num_classes": None})
+    assert model.patch_embed.img_size == (96, 96) and model.num_classes == 7
+    assert model(torch.randn(1, 3, 96, 96)).shape == (1, 7)
+    model = load_model("test_vit", path, {"patch_size": 8})
+    assert model.patch_embed.patch_size == (8, 8) and model.patch_embed.img_size == (80, 80)
+    text = message(load_model, "test_vit", path, {"num_classes": 3})
+    assert "head.weight: model (3, 64), file (7, 64)" in text and "head.bias: model (3,), file (7,)" in text
+
+
+# --- other names for the same weights ----------------------------------------------------------------------------
+
+
+def test_original_swin_names_and_derived_buffers(tmp_path):
+    source = swin(num_classes=5)
+    state = {}
+    for key, value in source.state_dict().items():
+        key = key.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head.")
+        state[key] = value
+    state["layers.0.blocks.1.attn_mask"] = torch.full((4, 16, 16), float("-inf"))
+    state["layers.0.blocks.0.attn.relative_position_index"] = torch.zeros(16, 16, dtype=torch.long)
+    model = load_model(SWIN, saved({"model": state}, tmp_path / "w.pth"), SWIN_ARGS)
+    assert same(model, source)
+
+
+def test_derived_buffers_beside_timm_names(tmp_path):
+    state = {**swin().state_dict(), "layers.0.blocks.1.attn_mask": torch.zeros(4, 16, 16)}
+    assert load_model(SWIN, saved(state, tmp_path / "w.safetensors"), SWIN_ARGS)
+
+
+def test_original_deit3_layer_scale_names(tmp_path):
+    source = timm.create_model("deit3_small_patch16_224", **DEIT_ARGS)
+    state = {re.sub(r"ls([12])\.gamma", r"gamma_\1", key): value for key, value in source.state_dict().items()}
+    assert any("gamma_1" in key for key in state)
+    assert same(load_model("deit3_small_patch16_224", saved(state, tmp_path / "w.pth"), DEIT_ARGS), source)
+
+
+def test_a_representation_layer_is_reported_not_dropped(tmp_path):
+    state = {**vit().state_dict(), "pre_logits.fc.weight": torch.ones(64, 64)}
+    assert "pre_logits.fc.weight" in message(load_model, "test_vit", saved(state, tmp_path / "w.pth"))
+
+
+# --- what does not fit -------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_difference_is_named(tmp_path):
+    state = vit().state_dict()
+    state["extra.weight"] = state.pop("norm.weight")
+    state["blocks.0.mlp.fc1.bias"] = torch.zeros(5)
+    text = message(load_model, "test_vit", saved(state, tmp_path / "w.pth"))
+    assert "1 missing in the file:\n  norm.weight" in text
+    assert "1 unexpected, not in the model:\n  extra.weight" in text
+    assert "blocks.0.mlp.fc1.bias: model (192,), file (5,)" in text
+    assert "w.pth" in text and "'test_vit'" in text and "--model-arg" in text
+
+
+def test_long_lists_are_cut(tmp_path):
+    path = saved(vit(), tmp_path / "w.pth")
+    text = message(load_model, "test_vit", path, {"depth": 3})
+    surplus = len(vit().state_dict()) - len(vit(depth=3).state_dict())
+    assert f"{surplus} unexpected" in text and f"... and {surplus - 12} more" in text
+    assert text.count("\n  blocks.") == 12
+
+
+def test_plain_deit_into_distilled_and_back(tmp_path):
+    plain, distilled = "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
+    path = saved(timm.create_model(plain, **DEIT_ARGS), tmp_path / "plain.pth")
+    text = message(load_model, distilled, path, DEIT_ARGS)
+    assert "dist_token" in text and "head_dist.weight" in text
+    assert "pos_embed: model (1, 198, 24), file (1, 197, 24)" in text
+    path = saved(timm.create_model(distilled, **DEIT_ARGS), tmp_path / "distilled.pth")
+    text = message(load_model, plain, path, DEIT_ARGS)
+    assert "dist_token" in text and "head_dist.weight" in text and "look like a distilled DeiT" in text
+
+
+def test_plain_into_distilled_fails_even_where_resampling_is_asked_for(tmp_path):
+    path = saved(timm.create_model("deit_tiny_patch16_224", **DEIT_ARGS), tmp_path / "plain.pth")
+    text = message(load_model, "deit_tiny_distilled_patch16_224", path, {**DEIT_ARGS, "img_size": 96})
+    assert "dist_token" in text and "head_dist.weight" in text
+
+
+def test_another_family(tmp_path):
+    text = message(load_model, "test_vit", saved(swin(), tmp_path / "w.pth"))
+    assert "Is this really a test_vit?" in text and "look like a Swin" in text and "cls_token" in text
+    text = message(load_model, SWIN, saved(vit(), tmp_path / "v.pth"), SWIN_ARGS)
+    assert "look like a ViT or DeiT" in text
+
+
+def test_nothing_is_resized_unasked(tmp_path):
+    state = vit().state_dict()
+    state["pos_embed"] = torch.zeros(1, 51, 64)  # no square grid
+    assert "pos_embed: model (1, 101, 64), file (1, 51, 64)" in message(
+        load_model, "test_vit", saved(state, tmp_path / "w.pth")
+    )
+    state = vit().state_dict()
+    state["patch_embed.proj.weight"] = torch.zeros(64, 3, 8, 8)
+    for args in ({}, {"img_size": 96}):  # to ask for another image size is not to ask for other patches
+        assert "patch_embed.proj.weight: model (64, 3, 16, 16), file (64, 3, 8, 8)" in message(
+            load_model, "test_vit", saved(state, tmp_path / "w.pth"), args
+        )
+    args = {k: v for k, v in SWIN_ARGS.items() if k != "img_size"} | {"depths": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)}
+    path = saved(timm.create_model(SWIN, **args, window_size=12, img_size=384), tmp_path / "s.pth")
+    assert "layers.3.blocks.0.attn.relative_position_bias_table: model (169, 2), file (529, 2)" in message(
+        load_model, SWIN, path, args
+    )
+
+
+def test_integer_codes_are_not_weights(tmp_path):
+    state = vit().state_dict()
+    state["head.weight"] = state["head.weight"].mul(100).to(torch.int8)
+    text = message(load_model, "test_vit", saved(state, tmp_path / "w.pth"))
+    assert "head.weight: model torch.float32, file torch.int8" in text
+
+
+# --- files that are no weights -----------------------------------------------------------------------------------
+
+
+def test_missing_directory_and_ending(tmp_path):
+    assert "no such file" in message(read_checkpoint, tmp_path / "no.pth")
+    assert "no such file" in message(load_model, "test_vit", str(tmp_path / "no.pth"))
+    assert "a directory" in message(read_checkpoint, tmp_path)
+    saved({"a": torch.ones(1)}, tmp_path / "inside.safetensors")
+    assert "inside.safetensors" in message(read_checkpoint, tmp_path)
+    (tmp_path / "w.npz").write_bytes(b"PK")
+    text = message(read_checkpoint, tmp_path / "w.npz")
+    assert "'.npz'" in text and ".safetensors, .pth, .pt, .bin" in text
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pth"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (b"\n<!DOCTYPE html><html>404</html>", "HTML"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        (b"just some text", "damaged"),
+        (bytes(range(256)) * 20, "damaged"),
+    ],
+)
+def test_not_weights(tmp_path, ending, content, words):
+    path = tmp_path / f"w{ending}"
+    path.write_bytes(content)
+    text = message(read_checkpoint, path)
+    assert words in text and "expected" in text and "ownload" in text and str(path) in text
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pth"])
+@pytest.mark.parametrize("part", [0.001, 0.5, 0.99])
+def test_truncated(tmp_path, ending, part):
+    whole = saved(vit(), tmp_path / f"whole{ending}").read_bytes()
+    path = tmp_path / f"w{ending}"
+    path.write_bytes(whole[: int(len(whole) * part)])
+    assert "truncated" in message(read_checkpoint, path)
+
+
+def test_truncated_legacy_file(tmp_path):
+    torch.save(vit().state_dict(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    assert read_checkpoint(tmp_path / "w.pth")
+    os.truncate(tmp_path / "w.pth", 20000)
+    assert "truncated" in message(read_checkpoint, tmp_path / "w.pth")
+
+
+class Trap:
+    """An object whose loading would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped):
+    trace = tmp_path / "trace"
+    held = {"model": {"w": torch.ones(1)}, "args": Trap(trace)}
+    torch.save(held, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
+    text = message(read_checkpoint, tmp_path / "w.pth")
+    assert not trace.exists()
+    assert "open" in text and "refused" in text and "convert to safetensors" in text
+    assert "weights_only" not in text  # torch's own advice is to load unsafely
+    torch.load(tmp_path / "w.pth", weights_only=False)["args"].close()
+    assert trace.exists()  # the trap would have worked
+
+
+@pytest.mark.parametrize("held", [{"args": argparse.Namespace(lr=1)}, nn.Linear(2, 2)])
+def test_harmless_objects_are_refused_too(tmp_path, held):
+    torch.save(held, tmp_path / "w.pth")
+    text = message(read_checkpoint, tmp_path / "w.pth")
+    assert type(held if isinstance(held, nn.Module) else held["args"]).__name__ in text and "safetensors" in text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript(tmp_path):
+    torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "w.pt"))
+    assert "TorchScript" in message(read_checkpoint, tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ({}, "an empty dict"),
+        ({"epoch": 3, "model": {}}, "'epoch', 'model'"),
+        ([torch.ones(1)], "a list"),
+        (torch.ones(1), "a Tensor"),
+    ],
+)
+def test_no_tensors(tmp_path, held, words):
+    text = message(read_checkpoint, saved(held, tmp_path / "w.pth"))
+    assert words in text and "without tensors" in text and "state_dict()" in text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("ending", [".safetensors", ".pth"])
+def test_nan_is_named(tmp_path, value, ending):
+    state = vit().state_dict()
+    state["blocks.1.mlp.fc1.weight"][3, 5] = value
+    text = message(load_model, "test_vit", saved(state, tmp_path / f"w{ending}"))
+    assert "'blocks.1.mlp.fc1.weight'" in text and "NaN" in text
+
+
+def test_sparse_and_meta_tensors(tmp_path):
+    assert "'s'" in message(read_checkpoint, saved({"s": torch.eye(3).to_sparse()}, tmp_path / "s.pth"))
+    assert "'m'" in message(read_checkpoint, saved({"m": torch.ones(3, device="meta")}, tmp_path / "m.pth"))
+
+
+# --- names and arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("deit_tiny_patch16_225", "deit_tiny_patch16_224"),
+        ("ViT-Tiny-Patch16-224", "vit_tiny_patch16_224"),
+        ("vit_tiny", "vit_tiny_patch16_224"),
+        ("swin_tiny_patch4_window7", "swin_tiny_patch4_window7_224"),
+        ("zzz", "swin_tiny_patch4_window7_224"),
+        ("", "vit_tiny_patch16_224"),
+    ],
+)
+def test_unknown_name(tmp_path, name, near):
+    for checkpoint in (None, tmp_path / "no.pth"):
+        text = message(load_model, name, checkpoint, kind=ModelError)
+        assert f"unknown model {name!r}" in text and near in text and "maskaq list models" in text
+        assert text.count("_patch") < 10 and "swinv2" not in text
+
+
+def test_bad_arguments(tmp_path):
+    text = message(load_model, "test_vit", saved(vit(), tmp_path / "w.pth"), {"foo": 1}, kind=ModelError)
+    assert "'test_vit'" in text and "foo=1" in text and "--model-arg" in text
+    assert "tag" in message(create_timm, "test_vit.no_such_tag", kind=ModelError)
+    for key in load.RESERVED:
+        assert repr(key) in message(load_model, "test_vit", None, {key: "x"}, kind=ModelError)
+
+
+# --- pretrained weights ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A function that says what asking timm for pretrained weights does: return the model, or raise."""
+    real = timm.create_model
+
+    def set_hub(error=None):
+        def create(name, pretrained=False, **kwargs):
+            if pretrained and error:
+                raise error
+            return real(name, **kwargs)
+
+        monkeypatch.setattr(timm, "create_model", create)
+        monkeypatch.setattr(load, "_answers", lambda endpoint: True)
+
+    return set_hub
+
+
+@pytest.mark.parametrize("error", [OSError("no route\nmore"), RuntimeError("No pretrained weights exist."), KeyError()])
+def test_no_download(hub, error):
+    hub(error)
+    text = message(load_model, "test_vit")
+    assert "could not download" in text and "'test_vit'" in text and "--checkpoint FILE" in text
+    assert "\n" not in text and "more" not in text
+
+
+def test_a_wrong_argument_is_not_a_failed_download(hub):
+    hub(TypeError("unexpected"))
+    assert "foo=1" in message(load_model, "test_vit", None, {"foo": 1}, kind=ModelError)
+
+
+def test_pretrained(hub):
+    hub()
+    model = load_model("test_vit")
+    assert not model.training and model.num_classes == 1000
+    assert load_model("test_vit", None, {"num_classes": 0}).num_classes == 0
+    assert "untrained head" in message(load_model, "test_vit", None, {"num_classes": 3}, kind=ModelError)
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_unreachable_hub_means_cache_only(monkeypatch, reachable):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(load, "_answers", lambda endpoint: reachable)
+    with pytest.raises(ZeroDivisionError), load._hub_or_cache():
+        assert constants.HF_HUB_OFFLINE is not reachable
+        raise ZeroDivisionError
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_answers(monkeypatch):
+    monkeypatch.setattr(load, "getproxies", lambda: {"no": "localhost"})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert load._answers(url)
+    assert not load._answers(url)
+    assert not load._answers("https://no-such-host.invalid", seconds=0.5)
+    monkeypatch.setattr(load, "getproxies", lambda: {"https": "http://proxy"})
+    assert load._answers("https://no-such-host.invalid")
+
+
+# --- the run record ----------------------------------------------------------------------------------------------
+
+
+def test_describe_source(tmp_path):
+    path = saved(vit(), tmp_path / "w.safetensors")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    expected = {"model": "test_vit", "checkpoint": str(path), "sha256": digest}
+    assert describe_source("test_vit", path) == describe_source("test_vit", str(path)) == expected
+    assert describe_source("test_vit", None) == {"model": "test_vit", "checkpoint": None, "sha256": None}
+    assert "no such file" in message(describe_source, "test_vit", tmp_path / "no.pth")

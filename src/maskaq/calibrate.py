@@ -1,4 +1,4 @@
-"""Fit the student to the teacher on synthetic images (masked calibration, Sec. 2.3, Eq. 15)."""
+"""Fit the student to the teacher on synthetic images (masked calibration, Sec. 2.3, Eq. 16)."""
 
 import math
 from collections import defaultdict
@@ -113,7 +113,7 @@ class Calibrator:
 
     @torch.no_grad()
     def _patch_weights(self, seen: Taps) -> list[Tensor]:
-        """w_l = 1 + m^c_l (w - 1): the patches with the strongest head outputs of the teacher count w times (Eq. 15)."""
+        """w_l = 1 + m^c_l (w - 1): the patches with the teacher's strongest head outputs count w times (Eq. 16)."""
         weights = []
         for layer, raw in zip(self.geometry.layers, seen.get("heads", ()), strict=False):
             strength = layer.patch_heads(raw).abs().mean(dim=(1, 3))  # (B, N)

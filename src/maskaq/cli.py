@@ -287,9 +287,8 @@ def _inspect(args: argparse.Namespace, console: Console) -> None:
         table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, *size)
     console.print(table)
     before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6
-    console.print(
-        f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({before / after:.1f} x smaller)"
-    )
+    smaller = f"{before / after:.1f} x smaller"
+    console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
 
 
 def _list(args: argparse.Namespace, console: Console) -> None:
@@ -319,7 +318,7 @@ def _demo(args: argparse.Namespace, console: Console) -> None:
 def _batches(args: argparse.Namespace) -> Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]:
     """The evaluation images, as a function of the model whose transform they need."""
 
-    def batches(model: nn.Module) -> DataLoader:
+    def batches(model: Any) -> DataLoader:
         if args.data == DEMO_DATA:
             images, labels = zoo.test_images()
             if model.num_classes != 10 or tuple(model.patch_embed.img_size) != (32, 32):

@@ -5,6 +5,7 @@ Unknown keys, wrong types and impossible values are errors that name the key and
 """
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +41,9 @@ class Bits:
     def parse(cls, text: str) -> "Bits":
         match = re.fullmatch(r"w([2-8])a([2-8])", text.strip().lower())
         if not match:
-            raise RecipeError(f"bits {text!r}: expected wXaY with X and Y from 2 to 8, for example w4a4 or w4a8")
+            raise RecipeError(
+                f"quantization.bits {text!r}: expected wXaY with X and Y from 2 to 8, for example w4a4 or w4a8"
+            )
         return cls(int(match[1]), int(match[2]))
 
 
@@ -139,7 +142,7 @@ class Calibration:
     clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0)
     temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01)
     mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
-    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 15)", low=0.0)
+    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 16)", low=0.0)
     terms: dict[str, float] = setting(
         {"logit_kl": 1.0, "head_structure": 10.0}, "weight of each loss term (`maskaq list terms`)"
     )
@@ -169,8 +172,8 @@ class Recipe:
         Bits.parse(self.quantization.bits)
         if self.synthesis.mask.end > self.synthesis.mask.start:
             raise RecipeError(
-                f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start {self.synthesis.mask.start}: "
-                "the mask shrinks over the steps"
+                f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start "
+                f"{self.synthesis.mask.start}: the mask shrinks over the steps"
             )
 
     @property
@@ -210,7 +213,7 @@ def shipped_recipes() -> dict[str, str]:
     """Name -> text of every recipe inside the package."""
     folder = resources.files("maskaq") / "recipes"
     files = [f for f in folder.iterdir() if f.name.endswith(".toml")]
-    return {f.name.removesuffix(".toml"): f.read_text() for f in sorted(files, key=lambda f: f.name)}
+    return {f.name.removesuffix(".toml"): f.read_text(encoding="utf-8") for f in sorted(files, key=lambda f: f.name)}
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
@@ -244,14 +247,16 @@ def _read_tree(source: str | Path, seen: tuple[str, ...]) -> dict[str, Any]:
         text = shipped[name]
     elif name.endswith(".toml"):
         try:
-            text = Path(name).read_text()
+            text = Path(name).read_text(encoding="utf-8")
         except OSError as error:
             raise RecipeError(f"cannot read recipe file {name}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
     else:
         raise RecipeError(unknown("recipe", name, shipped) + ". A recipe file of your own ends in .toml")
     try:
         tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
     base = tree.pop("extends", None)
     if base is None:
@@ -302,12 +307,12 @@ def _build(cls: type, tree: Any, path: str) -> Any:
     return cls(**values)
 
 
-def _check(value: Any, hint: Any, spec: dataclasses.Field, dotted: str) -> Any:
+def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
     limits = spec.metadata
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
-        merged = spec.default_factory()  # type: ignore[misc]
+        merged = spec.default_factory()
         return merged | {name: _number(weight, f"{dotted}.{name}") for name, weight in value.items()}
     if get_origin(hint) is tuple:
         wanted = len(get_args(hint))
@@ -331,7 +336,7 @@ def _check(value: Any, hint: Any, spec: dataclasses.Field, dotted: str) -> Any:
 
 
 def _number(value: Any, dotted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise RecipeError(f"{dotted}: expected a finite number, got {value!r}")
     return float(value)
 
@@ -348,15 +353,19 @@ def _write_table(lines: list[str], tree: Mapping[str, Any], path: str) -> None:
     leaves = {k: v for k, v in tree.items() if not isinstance(v, Mapping)}
     if path and leaves:
         lines += ["", f"[{path}]"]
-    lines += [f"{key} = {_toml_value(value)}" for key, value in leaves.items()]
+    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in leaves.items()]
     for key, value in tree.items():
         if isinstance(value, Mapping):
             _write_table(lines, value, f"{path}.{key}" if path else key)
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
 def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)  # JSON's escapes are TOML's
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     return repr(value)
@@ -364,12 +373,13 @@ def _toml_value(value: Any) -> str:
 
 def _describe(cls: type, path: str) -> Iterator[tuple[str, str, str]]:
     hints = get_type_hints(cls)
+    spec: Any
     for spec in dataclasses.fields(cls):
         dotted = f"{path}.{spec.name}" if path else spec.name
         if dataclasses.is_dataclass(hints[spec.name]):
             yield from _describe(hints[spec.name], dotted)  # type: ignore[arg-type]
             continue
-        default = spec.default_factory() if spec.default is dataclasses.MISSING else spec.default  # type: ignore[misc]
+        default = spec.default_factory() if spec.default is dataclasses.MISSING else spec.default
         choices: Iterable[str] = spec.metadata["choices"] or ()
         doc = spec.metadata["doc"] + (f" ({' | '.join(choices)})" if choices else "")
         yield dotted, _toml_value(default) if not isinstance(default, dict) else "", doc

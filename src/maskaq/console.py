@@ -3,7 +3,15 @@
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from maskaq.config import Recipe
@@ -27,7 +35,7 @@ class BarWatch(Watch):
             TextColumn("{task.fields[metrics]}"),
         )
         self.progress = Progress(*columns, console=console)
-        self.task = None
+        self.task: TaskID | None = None
 
     def __enter__(self) -> "BarWatch":
         self.progress.start()
@@ -88,20 +96,20 @@ def watch_for(console: Console) -> BarWatch | LineWatch:
 
 def duration(seconds: float) -> str:
     """90 -> 1:30; 5000 -> 1:23:20."""
-    minutes, s = divmod(int(round(seconds)), 60)
+    minutes, s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
 def plan_table(model: str, parameters: int, recipe: Recipe, device: str, out: str, megabytes: float) -> Table:
     """What a run will do."""
-    synthesis, calibration = recipe.synthesis, recipe.calibration
+    scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("model", f"{model}, {parameters / 1e6:.2f} M parameters")
     table.add_row(
         "bits",
-        f"{recipe.quantization.bits} ({recipe.quantization.weight} weights, {recipe.quantization.activation} activations)",
+        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations)",
     )
     table.add_row("images", f"{synthesis.images} x {synthesis.steps} steps, in batches of {synthesis.batch}")
     if refreshes:
@@ -109,7 +117,7 @@ def plan_table(model: str, parameters: int, recipe: Recipe, device: str, out: st
         table.add_row("refresh", f"{refreshes} times, {start}, {recipe.steps_in_round(1)} steps each")
     table.add_row(
         "calibrate",
-        f"{calibration.epochs} epochs, {calibration.optimizer}, lr {calibration.lr:g}, batch {calibration.batch}",
+        f"{calibration.epochs} epochs of {calibration.optimizer}, lr {calibration.lr:g}, batch {calibration.batch}",
     )
     table.add_row("device", device)
     table.add_row("folder", f"{out} (images: about {megabytes:.0f} MB)")

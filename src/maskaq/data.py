@@ -1,12 +1,14 @@
 """Images in memory and on disk: the synthetic set, and a labelled folder to evaluate on."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from timm.data import create_transform
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -62,7 +64,7 @@ def balanced_labels(indices: Tensor, classes: int) -> Tensor:
 
 def image_folder(
     path: str | Path,
-    model: nn.Module,
+    model: Any,
     *,
     class_index: str | Path | None = None,
     crop_pct: float | None = None,
@@ -86,11 +88,33 @@ def image_folder(
     if interpolation is not None:
         config["interpolation"] = interpolation
     try:
-        dataset = ImageFolder(str(root), transform=create_transform(**config, is_training=False))
+        dataset = ImageFolder(
+            str(root),
+            transform=create_transform(**config, is_training=False),
+            loader=partial(_read_image, channels=config["input_size"][0]),
+        )
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {error}") from error
-    dataset.target_transform = _class_map(dataset.classes, model.num_classes, root, class_index).__getitem__
-    return DataLoader(dataset, batch_size=batch, num_workers=workers)
+    dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
+    return _Loader(dataset, batch_size=batch, num_workers=workers)
+
+
+def _read_image(path: str, channels: int) -> Image.Image:
+    if channels not in (1, 3):
+        raise DataError(f"the model takes {channels} channels; image files have 1 or 3")
+    try:
+        with Image.open(path) as image:
+            return image.convert("L" if channels == 1 else "RGB")
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and others for a damaged file
+        raise DataError(f"cannot read the image {path}: {error}; replace or remove it") from error
+
+
+class _Loader(DataLoader):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        try:
+            yield from super().__iter__()
+        except DataError as error:  # from a worker it comes with the worker's traceback in front
+            raise DataError(str(error).split("DataError: ")[-1].strip()) from error
 
 
 def _class_map(folders: list[str], classes: int, root: Path, class_index: str | Path | None) -> list[int]:

@@ -1,7 +1,7 @@
 """Random numbers as a pure function of (seed, purpose, image, step): no generator, no hidden state.
 
-Every draw hashes a 64-bit key per image. So an image's noise, jitter and mask do not depend on the batch or the worker that
-computes it, a run resumed after a kill draws what it would have drawn, and nothing has to be saved.
+Every draw hashes a 64-bit key per image. So an image's noise, jitter and mask do not depend on the batch or the worker
+that computes it, a run resumed after a kill draws what it would have drawn, and nothing has to be saved.
 The hash is SplitMix64 (Steele, Lea, Flood 2014), in int64 arithmetic that wraps alike on CPU and CUDA.
 """
 

@@ -39,7 +39,8 @@ class OpenedRun:
         model = load_model(self.source["name"], self.source["checkpoint"], self.source["args"])
         if weights_digest(model) != RunFolder.read(self.folder).identity["model"]["weights"]:
             raise CheckpointError(
-                f"{self.source['checkpoint'] or self.source['name']} has other weights now than when {self.folder} was made"
+                f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
+                f"{self.folder} was made; give the run the file it was made from"
             )
         return expose(model)
 
@@ -75,7 +76,8 @@ def compare(
     run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, watch: Watch | None = None
 ) -> dict[str, EvalResult | str]:
     """Accuracy of full precision, round to nearest and the calibrated model; a reason where one cannot be had."""
-    watch, table = watch or Watch(), {}
+    watch = watch or Watch()
+    table: dict[str, EvalResult | str] = {}
     for name, make in ((FULL_PRECISION, run.teacher), (NEAREST, run.nearest), (CALIBRATED, run.calibrated)):
         try:
             model = make()

@@ -92,7 +92,7 @@ def quantize(
 
 
 def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recipe: Recipe) -> SyntheticSet:
-    """The round's images: shards that are there are read, the others made. Refreshes may start from the round before."""
+    """The round's images: shards that are there are read, others made. A warm refresh starts from the round before."""
     config, steps = recipe.synthesis, recipe.steps_in_round(round)
     shards = list(enumerate(torch.arange(config.images).split(config.batch)))
     there = {shard for shard, _ in shards if run.has_shard(round, shard)}
@@ -125,7 +125,7 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
 def _start_from_images(
     run: RunFolder, student: nn.Module, images: SyntheticSet, recipe: Recipe, teacher: nn.Module
 ) -> None:
-    """Set the ranges anew on the first synthetic images and keep them: they are round-to-nearest, where calibration starts."""
+    """Set the ranges anew on the first synthetic images, and keep them: round to nearest, where calibration starts."""
     facts, device = geometry(teacher), next(teacher.parameters()).device
     chosen = images[: recipe.quantization.range_images].to(device)
     init_ranges_(student, facts.normalise(chosen.images.float() / 255), recipe.quantization)
@@ -175,7 +175,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def estimate_seconds(teacher: nn.Module, recipe: Recipe, device: torch.device, only_images: bool = False) -> float:
-    """A rough forecast of the whole run from a few synthesis steps; an image of calibration costs about as much as a step."""
+    """A rough forecast of the whole run from a few synthesis steps; calibrating on an image costs about a step."""
     batch = min(recipe.synthesis.batch, recipe.synthesis.images, 4 if device.type == "cpu" else 1 << 30)
     trial = replace(recipe, synthesis=replace(recipe.synthesis, steps=3, batch=batch))
     teacher = expose(teacher).to(device)

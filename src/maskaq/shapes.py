@@ -1,7 +1,8 @@
 """Axes and geometry: what the losses need to know about a model, so that none of them asks which model it is.
 
-Legend   B images   W windows of an image   H heads   T tokens of a window (prefix + patches)   Q queries, K keys (patches)
-         N patches of an image in raster order   D channels of a head   C channels of an image, or classes
+Legend   B images   W windows of an image   H heads   T tokens of a window (prefix + patches)
+         Q queries, K keys (patches)   N patches of an image in raster order   D channels of a head
+         C channels of an image, or classes
 A plain ViT is one window with its prefix tokens in front; Swin is many windows and no prefix.
 """
 

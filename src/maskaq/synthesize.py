@@ -22,8 +22,8 @@ _LOGGED_POINTS = 20  # loss curves have this many points per batch
 class Synthesizer:
     """Makes synthetic images against a teacher and the student as it is now.
 
-    Every random number depends on (seed, round, image number, attempt, step), and every loss is per image: an image comes
-    out the same whatever batch it is made in.
+    Every random number depends on (seed, round, image number, attempt, step), and every loss is per image: an image
+    comes out the same whatever batch it is made in.
     """
 
     def __init__(

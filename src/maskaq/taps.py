@@ -1,6 +1,6 @@
 """Listen to a model's attention without changing it: hooks that live in a `with`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -29,7 +29,7 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     seen = Taps({point: [Tensor()] * len(layers) for point in points})
     handles = []
 
-    def recorder(point: str, index: int):
+    def recorder(point: str, index: int) -> Callable[[nn.Module, tuple, Tensor], None]:
         def record(module: nn.Module, inputs: tuple, output: Tensor) -> None:
             seen[point][index] = output
 

@@ -12,7 +12,7 @@ _C1, _C2 = 0.01**2, 0.03**2  # SSIM's constants for maps in [0, 1]
 def head_ssim(maps: Tensor) -> Tensor:
     """SSIM between every ordered pair of heads, itself included: (B, W, H, Q, K) -> (B, W, Q, H, H).
 
-    Global (one window over all keys), after each query's map was brought to [0, 1]: heads differ in scale, not in what we ask.
+    Global (one window over all keys), after each query's map was brought to [0, 1]: heads may differ in scale.
     """
     low, high = maps.amin(dim=-1, keepdim=True), maps.amax(dim=-1, keepdim=True)
     a = ((maps - low) / (high - low + 1e-8)).transpose(2, 3)  # (B, W, Q, H, K)
@@ -44,7 +44,7 @@ def similarity_entropy(maps: Tensor) -> Tensor:
     similarity = rows @ rows.transpose(-2, -1)  # (B, W, Q, Q)
     patches = similarity.shape[-1]
     off_diagonal = 1 - torch.eye(patches, device=maps.device, dtype=maps.dtype)
-    pairs = similarity.shape[1] * patches * (patches - 1)
+    pairs = max(1, similarity.shape[1] * patches * (patches - 1))  # a window of one patch has none
     mean = (similarity * off_diagonal).sum(dim=(1, 2, 3)) / pairs
     spread = (similarity - mean[:, None, None, None]) * off_diagonal
     variance = spread.square().sum(dim=(1, 2, 3)) / pairs

@@ -1,6 +1,6 @@
 """Losses between teacher and student in calibration. Each gives (B,).
 
-Head outputs are (B, H, N, D); weights (B, N) say how much each patch counts (w_l of Eq. 15).
+Head outputs are (B, H, N, D); weights (B, N) say how much each patch counts (w_l of Eq. 16).
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ def logit_kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
 
 
 def head_structure(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
-    """1 - the structural part of SSIM over patches, for each head and channel (Eq. 15, D as in the release).
+    """1 - the structural part of SSIM over patches, for each head and channel (Eq. 16, D as in the release).
 
     The weights enter the moments: informative patches count more in means, variances and covariance.
     """
@@ -29,12 +29,12 @@ def head_structure(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
 
 
 def head_cosine(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
-    """Eq. 15 to the letter, with D = 1 - cosine of each patch's head output."""
+    """Eq. 16 to the letter, with D = 1 - cosine of each patch's head output."""
     return _patch_mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
 def head_mse(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
-    """Eq. 15 to the letter, with D = squared error of each patch's head output over the layer's mean square."""
+    """Eq. 16 to the letter, with D = squared error of each patch's head output over the layer's mean square."""
     power = teacher.square().mean(dim=(1, 2, 3)).clamp(min=1e-12)[:, None, None]
     return _patch_mean((teacher - student).square().mean(dim=-1) / power, weights)
 

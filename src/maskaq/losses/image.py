@@ -9,7 +9,7 @@ def total_variation(images: Tensor) -> Tensor:
 
 
 def total_variation_norm(images: Tensor) -> Tensor:
-    """L2 norms of the differences down, across and along both diagonals, the diagonals over sqrt 2 (the release's form)."""
+    """L2 norms of the differences down, across and along the diagonals, these over sqrt 2 (the release's form)."""
     down = images.diff(dim=-2)
     across = images.diff(dim=-1)
     falling = images[..., 1:, 1:] - images[..., :-1, :-1]

@@ -53,7 +53,7 @@ class CalibrationView:
     blocks: Sequence[Tensor] = ()
     student_blocks: Sequence[Tensor] = ()
     patch_weights: Sequence[Tensor] = ()
-    """w_l of Eq. 15: (B, N) of each layer."""
+    """w_l of Eq. 16: (B, N) of each layer."""
     temperature: float = 1.0
 
 
@@ -177,19 +177,19 @@ def _over_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor], v: Calibra
 
 @calibration_term(needs=("heads",))
 def head_structure(v: CalibrationView) -> Tensor:
-    """L_Q (Eq. 15), D = structural SSIM over patches for each head and channel."""
+    """L_Q (Eq. 16), D = structural SSIM over patches for each head and channel."""
     return _over_heads(distill.head_structure, v)
 
 
 @calibration_term(needs=("heads",))
 def head_cosine(v: CalibrationView) -> Tensor:
-    """L_Q (Eq. 15), D = 1 - cosine of each patch's head output."""
+    """L_Q (Eq. 16), D = 1 - cosine of each patch's head output."""
     return _over_heads(distill.head_cosine, v)
 
 
 @calibration_term(needs=("heads",))
 def head_mse(v: CalibrationView) -> Tensor:
-    """L_Q (Eq. 15), D = relative squared error of each patch's head output."""
+    """L_Q (Eq. 16), D = relative squared error of each patch's head output."""
     return _over_heads(distill.head_mse, v)
 
 

@@ -1,7 +1,7 @@
 """The only room that knows architectures: turns a timm model into one common form.
 
-In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry` says how
-tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
+In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry`
+says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
 """
 
 import copy
@@ -23,7 +23,7 @@ _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 
 
 def expose(model: nn.Module) -> nn.Module:
-    """A copy of the model in the common form: frozen, in eval mode, float32, with the same outputs and state-dict keys."""
+    """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return copy.deepcopy(model)
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
@@ -37,7 +37,7 @@ def expose(model: nn.Module) -> nn.Module:
         layers=layers,
         image_size=config["input_size"][1:],
         channels=config["input_size"][0],
-        classes=exposed.num_classes,
+        classes=int(exposed.num_classes),  # type: ignore[arg-type]
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         first=tuple(n for n, m in exposed.named_modules() if isinstance(m, nn.Conv2d)),
@@ -46,11 +46,15 @@ def expose(model: nn.Module) -> nn.Module:
     return exposed
 
 
-def data_config(model: nn.Module) -> dict[str, Any]:
-    """timm's data config of a model (input size, mean, std, crop, interpolation), with the size the model was built for."""
+def data_config(model: Any) -> dict[str, Any]:
+    """timm's data config of a model (size, mean, std, crop, interpolation), with the size it was built for."""
     config = resolve_model_data_config(model)
     height, width = getattr(model.patch_embed, "img_size", None) or config["input_size"][1:]
-    config["input_size"] = (model.patch_embed.proj.in_channels, int(height), int(width))
+    channels = model.patch_embed.proj.in_channels
+    config["input_size"] = (channels, int(height), int(width))
+    for key in ("mean", "std"):  # timm keeps three of each whatever `in_chans` is
+        if len(config[key]) != channels:
+            config[key] = (sum(config[key]) / len(config[key]),) * channels
     return config
 
 
@@ -77,8 +81,11 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
     heads = tuple(
         n for n, m in model.named_modules() if n.split(".")[0] in ("head", "head_dist") and type(m) is nn.Linear
     )
-    if not heads:
-        raise ModelError("the model has no classifier (num_classes is 0); maskaq needs a classification model")
+    lacks = "classifier (num_classes is 0)" if not heads else "" if model.global_pool else "pooling (global_pool is '')"
+    if lacks:
+        raise ModelError(
+            f"this {type(model).__name__} has no {lacks}; maskaq needs a classification model. {_supported()}"
+        )
     return heads
 
 

@@ -76,9 +76,7 @@ def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] |
     """Name and arguments that build a loaded model again without its weights file."""
     if name in zoo.embedded_names():
         return {"name": name, "args": {}}
-    shape = {
-        key: value for key, value in _inferred(create_timm(name, **(model_args or {})), model.state_dict()).items()
-    }
+    shape = _inferred(create_timm(name, **(model_args or {})), model.state_dict())
     return {"name": name, "args": {**shape, **(model_args or {})}}
 
 

@@ -7,7 +7,7 @@ class Matmul(nn.Module):
     """a @ b.
 
     Args:
-        signed: whether each operand can be negative. The architecture knows (a softmax cannot); nobody guesses from data.
+        signed: whether each operand can be negative. The architecture knows (a softmax cannot); nobody guesses.
     """
 
     def __init__(self, signed: tuple[bool, bool] = (True, True)) -> None:

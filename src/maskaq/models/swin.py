@@ -14,6 +14,8 @@ NAMES = ("swin_*",)
 class ExposedWindowAttention(AttentionProducts):
     """timm's WindowAttention with its two products as modules; same parameters, same names, same result."""
 
+    relative_position_index: Tensor
+
     def __init__(self, attention: timm_swin.WindowAttention) -> None:
         super().__init__()
         self.num_heads: int = attention.num_heads
@@ -43,16 +45,18 @@ class ExposedWindowAttention(AttentionProducts):
 def expose_(model: nn.Module) -> tuple[Layer, ...]:
     """Swap every attention of a SwinTransformer in place; return its layers, first to last."""
     layers = []
-    for name, block in list(model.named_modules()):
-        if isinstance(block, timm_swin.SwinTransformerBlock):
+    height, width = model.patch_embed.grid_size
+    for i, stage in enumerate(model.layers):
+        if not isinstance(stage.downsample, nn.Identity):
+            height, width = -(-height // 2), -(-width // 2)  # merging pads an odd side; `input_resolution` forgets that
+        for j, block in enumerate(stage.blocks):
             block.attn = ExposedWindowAttention(block.attn)
-            layers.append(_layer(name, block))
+            layers.append(_layer(f"layers.{i}.blocks.{j}", block, height, width))
     return tuple(layers)
 
 
-def _layer(name: str, block: timm_swin.SwinTransformerBlock) -> Layer:
+def _layer(name: str, block: timm_swin.SwinTransformerBlock, height: int, width: int) -> Layer:
     """Send the patch numbers through the block's own shift, pad and partition to see where each patch ends up."""
-    height, width = block.input_resolution
     (shift_h, shift_w), (win_h, win_w) = block.shift_size, block.window_size
     patches = torch.arange(height * width).view(1, height, width, 1)
     patches = torch.roll(patches, shifts=(-shift_h, -shift_w), dims=(1, 2))

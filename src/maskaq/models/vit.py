@@ -1,6 +1,7 @@
 """timm's VisionTransformer and its distilled DeiT: class token or average pooling, registers, LayerScale, q/k norm."""
 
-from timm.layers import Attention
+from typing import Any
+
 from timm.models import vision_transformer as timm_vit
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
 NAMES = ("vit_*", "deit_*", "deit3_*")
+Attention = timm_vit.Attention  # its place in older timm too
 ATTENTIONS = (Attention,)
 BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)
 
@@ -44,9 +46,9 @@ class ExposedAttention(AttentionProducts):
         return self.proj(out)
 
 
-def expose_(model: nn.Module) -> tuple[Layer, ...]:
+def expose_(model: Any) -> tuple[Layer, ...]:
     """Swap every attention of a VisionTransformer in place; return its layers, first to last."""
-    grid = tuple(model.patch_embed.grid_size)
+    rows, columns = model.patch_embed.dynamic_feat_size(model.patch_embed.img_size)  # with padding, where it pads
     reads_class_token = getattr(model, "has_class_token", True) and model.global_pool == "token"
     layers = []
     for index, block in enumerate(model.blocks):
@@ -61,7 +63,7 @@ def expose_(model: nn.Module) -> tuple[Layer, ...]:
                     Layer(
                         attention=f"blocks.{index}.{name}",
                         block=f"blocks.{index}",
-                        grid=grid,
+                        grid=(rows, columns),
                         prefix_tokens=model.num_prefix_tokens,
                         class_query=reads_class_token,
                     )

@@ -26,14 +26,14 @@ def round_ste(x: Tensor) -> Tensor:
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x itself, with its gradient multiplied by factor."""
-    return (x - x * factor).detach() + x * factor
+    return x.detach() + (x - x.detach()) * factor
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | int, low: int, high: int) -> Tensor:
     """dequantize(quantize(x)) in floats, differentiable in x, scale and zero point.
 
-    The gradients are those of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020): straight through inside the range,
-    none to x outside it, and the rounding error inside or the clipped code outside to the scale.
+    The gradients are those of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020): straight through inside the
+    range, none to x outside it, and the rounding error inside or the clipped code outside to the scale.
     """
     codes = (round_ste(x / scale) + zero_point).clamp(low, high)
     return (codes - zero_point) * scale

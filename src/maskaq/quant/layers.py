@@ -7,10 +7,11 @@ from maskaq.models.products import Matmul
 
 
 class QuantWeightMixin:
-    """A layer with a quantized weight, which can be held fixed while only activations change (synthesis, evaluation)."""
+    """A layer with a quantized weight, which can be held while only activations change (synthesis, evaluation)."""
 
-    weight: nn.Parameter
+    weight: Tensor
     weight_quantizer: nn.Module
+    input_quantizer: nn.Module
     held_weight: Tensor | None = None
 
     def quantized_weight(self) -> Tensor:
@@ -53,6 +54,9 @@ class QuantConv2d(QuantWeightMixin, nn.Conv2d):
 
 
 class QuantMatmul(Matmul):
+    a_quantizer: nn.Module
+    b_quantizer: nn.Module
+
     @classmethod
     def from_float(cls, matmul: Matmul, a_quantizer: nn.Module, b_quantizer: nn.Module) -> "QuantMatmul":
         layer = cls(matmul.signed)

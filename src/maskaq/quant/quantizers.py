@@ -38,7 +38,7 @@ class Site:
 class Quantizer(nn.Module):
     """Base: a uniform grid with a scale and, for signed activations, an integer zero point.
 
-    Weights are symmetric on signed codes. Activations use unsigned codes; where values can be negative the zero point moves.
+    Weights are symmetric on signed codes. Activations use unsigned codes, with a zero point where they can be negative.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
@@ -170,7 +170,7 @@ class Static(Quantizer):
 
 @quantizer("minmax")
 class MinMax(Quantizer):
-    """Symmetric weights whose range follows the weights while they are trained: the largest magnitude of each channel."""
+    """Symmetric weights whose range follows them while they are trained: the largest magnitude of each channel."""
 
     roles = ("weight",)
 
@@ -180,9 +180,20 @@ class MinMax(Quantizer):
         self.register_buffer("zero_point", torch.zeros(site.channels or 1))
 
     def fake_quantize(self, x: Tensor) -> Tensor:
+        self._follow(x)
+        return super().fake_quantize(x)
+
+    def codes(self, x: Tensor) -> Tensor:
+        self._check_ready()
+        self._follow(x)
+        return super().codes(x)
+
+    def _follow(self, x: Tensor) -> None:
         bound = x.detach().abs().flatten(1).amax(dim=1) if self.site.channels else x.detach().abs().amax()[None]
         self.scale.copy_(ranges.symmetric(bound, self.site.bits))
-        return super().fake_quantize(x)
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
 
 
 _SAMPLE = 1 << 15  # values kept of one observed tensor: enough for a range, small enough to search it fast

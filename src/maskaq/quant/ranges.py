@@ -1,4 +1,4 @@
-"""Ways to choose the range a quantizer covers, from the values it will see. Each: (C, M) values -> (C,) low, (C,) high."""
+"""Ways to choose the range a quantizer covers, from values it will see. Each: (C, M) values -> (C,) low, (C,) high."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,14 @@ from torch import Tensor
 from maskaq.quant.grid import code_range, fake_quantize
 
 
+_SMALLEST_STEP = 1e-12  # of a tensor of zeros; its square must not vanish, the scale's gradient divides by it
+
+
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and integer zero point of the unsigned grid over [low, high]; zero is always a value of the grid."""
     top = code_range(bits, signed=False)[1]
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    scale = ((high - low) / top).clamp(min=torch.finfo(low.dtype).tiny * 1e4)
+    scale = ((high - low) / top).clamp(min=_SMALLEST_STEP)
     return scale, torch.round(-low / scale).clamp(0, top)
 
 
@@ -21,7 +24,7 @@ def symmetric(bound: Tensor, bits: int) -> Tensor:
 
     The step is 2 * bound / (2^bits - 1), so that no value inside is further than half a step from its level.
     """
-    return (2 * bound / ((1 << bits) - 1)).clamp(min=torch.finfo(bound.dtype).tiny * 1e4)
+    return (2 * bound / ((1 << bits) - 1)).clamp(min=_SMALLEST_STEP)
 
 
 def minmax(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
@@ -32,7 +35,7 @@ def minmax(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> 
 def percentile(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
     """The range that leaves out the outer (1 - percentile) of the values, half of it at each end."""
     ordered = values.sort(dim=1).values
-    cut = int(round((1 - percentile) / 2 * (ordered.shape[1] - 1)))
+    cut = round((1 - percentile) / 2 * (ordered.shape[1] - 1))
     return ordered[:, cut], ordered[:, -1 - cut]
 
 

@@ -92,14 +92,15 @@ def frozen(student: nn.Module) -> Iterator[None]:
     """Hold the student still: weights quantized once, no gradient to any parameter. For synthesis and evaluation."""
     trained = [p for p in student.parameters() if p.requires_grad]
     layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
+    held = [layer.held_weight for layer in layers]  # by an outer `frozen`, or None
     try:
         student.requires_grad_(False)
         for layer in layers:
             layer.held_weight = layer.quantized_weight().detach()
         yield
     finally:
-        for layer in layers:
-            layer.held_weight = None
+        for layer, before in zip(layers, held, strict=True):
+            layer.held_weight = before
         for parameter in trained:
             parameter.requires_grad_(True)
 

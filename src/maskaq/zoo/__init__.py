@@ -30,12 +30,12 @@ def embedded_model(name: str) -> nn.Module:
         with safe_open(path, framework="pt") as file:
             card = {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
         weights = safetensors.torch.load_file(path)
-    model = _CLASSES[name](**card["arch"])
+    model = _CLASSES[name](**card["arguments"])
     model.load_state_dict({key: value.float() for key, value in weights.items()})
-    size = card["arch"]["img_size"]
+    size = card["arguments"]["img_size"]
     model.pretrained_cfg = model.default_cfg = {
         "architecture": name,
-        "num_classes": card["arch"]["num_classes"],
+        "num_classes": card["arguments"]["num_classes"],
         "input_size": (3, size, size),
         "mean": tuple(card["mean"]),
         "std": tuple(card["std"]),

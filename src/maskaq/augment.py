@@ -197,3 +197,21 @@ def simclr(
     images = _sometimes(greyscale, images, keys, "greyed", grey if rgb else 0.0)
     sigma = _between(keys, "sigma", 0.1, 2.0)
     return _sometimes(lambda x: gaussian_blur(x, sigma, size), images, keys, "blur", blur).clamp(0, 1)
+
+
+def cutmix(images: Tensor, keys: Tensor, prob: float) -> Tensor:
+    """Each image, with probability prob, with a random rectangle of its neighbour in the batch in it (Yun et al. 2019).
+
+    The rectangle covers up to half of the image. The teacher labels what comes out, so no label is needed.
+    """
+    if prob <= 0 or len(images) < 2:
+        return images
+    height, width = images.shape[2:]
+    top, left, high, wide = crop_boxes(fold(keys, "cutmix"), (0.1, 0.5)).unbind(1)
+    down = (torch.arange(height, device=images.device) + 0.5) / height  # (H,)
+    across = (torch.arange(width, device=images.device) + 0.5) / width
+    in_rows = (down >= top[:, None]) & (down < (top + high)[:, None])  # (B, H)
+    in_columns = (across >= left[:, None]) & (across < (left + wide)[:, None])
+    chosen = uniform(fold(keys, "cutmixed")) < prob
+    inside = in_rows[:, None, :, None] & in_columns[:, None, None, :] & chosen[:, None, None, None]
+    return torch.where(inside, images.roll(1, dims=0), images)

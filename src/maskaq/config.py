@@ -142,7 +142,7 @@ class Calibration:
     clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0)
     temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01)
     mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
-    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 16)", low=0.0)
+    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 16)", low=0.01)
     terms: dict[str, float] = setting(
         {"logit_kl": 1.0, "head_structure": 10.0}, "weight of each loss term (`maskaq list terms`)"
     )

@@ -1,5 +1,7 @@
 """timm's SwinTransformer: shifted windows, relative position bias, all stages."""
 
+from typing import Any
+
 import torch
 from timm.models import swin_transformer as timm_swin
 from torch import Tensor, nn
@@ -42,7 +44,7 @@ class ExposedWindowAttention(AttentionProducts):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
-def expose_(model: nn.Module) -> tuple[Layer, ...]:
+def expose_(model: Any) -> tuple[Layer, ...]:
     """Swap every attention of a SwinTransformer in place; return its layers, first to last."""
     layers = []
     height, width = model.patch_embed.grid_size

@@ -11,15 +11,14 @@ from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
 NAMES = ("vit_*", "deit_*", "deit3_*")
-Attention = timm_vit.Attention  # its place in older timm too
-ATTENTIONS = (Attention,)
+ATTENTIONS = (timm_vit.Attention,)  # older timm has it nowhere else
 BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)
 
 
 class ExposedAttention(AttentionProducts):
     """timm's Attention with its two products as modules; same parameters, same names, same result."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: timm_vit.Attention) -> None:
         super().__init__()
         self.num_heads: int = attention.num_heads
         self.scale: float = attention.scale

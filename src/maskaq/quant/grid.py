@@ -1,5 +1,7 @@
 """Integer grids as pure maths: codes, scales, zero points. value = (code - zero_point) * scale."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,11 @@ def round_ste(x: Tensor) -> Tensor:
     return x + (torch.round(x) - x).detach()
 
 
+def clamp_ste(x: Tensor, low: int, high: int) -> Tensor:
+    """x.clamp(low, high), with the gradient passed on at both ends too: there, versions of torch differ."""
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x itself, with its gradient multiplied by factor."""
     return x.detach() + (x - x.detach()) * factor
@@ -35,5 +42,32 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | int, low: int, 
     The gradients are those of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020): straight through inside the
     range, none to x outside it, and the rounding error inside or the clipped code outside to the scale.
     """
-    codes = (round_ste(x / scale) + zero_point).clamp(low, high)
-    return (codes - zero_point) * scale
+    result: Tensor = _FakeQuantize.apply(x, scale, torch.as_tensor(zero_point, device=x.device), low, high)
+    return result
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """By hand because it runs at every site of every step: keeps x alone, and writes over its own temporaries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.codes = (low, high)
+        return (x / scale).round_().add_(zero_point).clamp_(low, high).sub_(zero_point).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, scale, zero_point = ctx.saved_tensors
+        low, high = ctx.codes
+        steps = x / scale
+        codes = steps.round() + zero_point
+        inside = (codes >= low) & (codes <= high)
+        to_x = to_scale = to_zero_point = None
+        if ctx.needs_input_grad[0]:
+            to_x = torch.where(inside, grad, 0)
+        if ctx.needs_input_grad[1]:
+            slope = torch.where(inside, codes - zero_point - steps, codes.clamp(low, high) - zero_point)
+            to_scale = (grad * slope).sum_to_size(scale.shape)
+        if ctx.needs_input_grad[2]:
+            to_zero_point = torch.where(inside, 0, grad * -scale).sum_to_size(zero_point.shape)
+        return to_x, to_scale, to_zero_point, None, None

@@ -154,7 +154,7 @@ class LSQ(Quantizer):
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         factor = 1.0 / math.sqrt(max(1, values_per_range) * self.high)
         scale = grid.scale_gradient(self.scale.abs(), factor)  # a step is a length: its sign never matters
-        zero_point = grid.scale_gradient(self.zero_point, factor).clamp(self.low, self.high)
+        zero_point = grid.clamp_ste(grid.scale_gradient(self.zero_point, factor), self.low, self.high)
         return scale, grid.round_ste(zero_point)
 
 
@@ -196,7 +196,7 @@ class MinMax(Quantizer):
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
 
 
-_SAMPLE = 1 << 15  # values kept of one observed tensor: enough for a range, small enough to search it fast
+_SAMPLE = 1 << 14  # values kept of one observed tensor: enough for a range, small enough to search it fast
 
 
 def _sample(x: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from maskaq.quant.grid import code_range, fake_quantize
 
-
-_SMALLEST_STEP = 1e-12  # of a tensor of zeros; its square must not vanish, the scale's gradient divides by it
+_SMALLEST_STEP = 1e-12  # of a tensor of zeros: below any value that counts, and far from underflow
 
 
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +52,7 @@ def mse(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tup
     return best_low, best_high
 
 
-_SEARCHED_AT_ONCE = 1 << 22  # values times candidates held in memory together
+_SEARCHED_AT_ONCE = {"cpu": 1 << 18}  # values times candidates of one pass: what a CPU's cache holds, or a lot
 
 RANGES: dict[str, Callable[[Tensor, int, bool, float], tuple[Tensor, Tensor]]] = {
     "minmax": minmax,
@@ -69,7 +68,7 @@ def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symm
     else:
         scales, zero_points = affine(lows, highs, bits)
     codes = code_range(bits, signed=is_symmetric)
-    at_once = max(1, _SEARCHED_AT_ONCE // values.numel())
+    at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
     errors = torch.cat(
         [
             (fake_quantize(values, s[..., None], z[..., None], *codes) - values).square().mean(dim=-1)

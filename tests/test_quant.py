@@ -57,14 +57,6 @@ def test_a_code_range_has_exactly_two_to_the_bits_codes(bits):
         assert low == (-(2 ** (bits - 1)) if signed else 0)
 
 
-def test_rounding_is_exact_and_its_gradient_passes_straight_through():
-    x = torch.cat([torch.randn(10_000) * 10**e for e in range(-6, 7)]).requires_grad_()
-    rounded = grid.round_ste(x)
-    assert torch.equal(rounded, torch.round(x))
-    rounded.sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x))
-
-
 def test_a_scaled_gradient_leaves_the_value_exactly_as_it_was():
     x = (torch.rand(10_000) * 3).requires_grad_()
     scaled = grid.scale_gradient(x, 0.0123)

@@ -199,19 +199,23 @@ def simclr(
     return _sometimes(lambda x: gaussian_blur(x, sigma, size), images, keys, "blur", blur).clamp(0, 1)
 
 
-def cutmix(images: Tensor, keys: Tensor, prob: float) -> Tensor:
-    """Each image, with probability prob, with a random rectangle of its neighbour in the batch in it (Yun et al. 2019).
+def mix(images: Tensor, keys: Tensor, *, cutmix: float, mixup: float) -> Tensor:
+    """Images mixed with others of the batch; the teacher labels what comes out, so no label is needed.
 
-    The rectangle covers up to half of the image. The teacher labels what comes out, so no label is needed.
+    With probability `cutmix` a rectangle of up to half of the image is its neighbour's (Yun et al. 2019); then each is
+    blended with another, whose share is U(0, mixup) (Zhang et al. 2018).
     """
-    if prob <= 0 or len(images) < 2:
-        return images
-    height, width = images.shape[2:]
-    top, left, high, wide = crop_boxes(fold(keys, "cutmix"), (0.1, 0.5)).unbind(1)
-    down = (torch.arange(height, device=images.device) + 0.5) / height  # (H,)
-    across = (torch.arange(width, device=images.device) + 0.5) / width
-    in_rows = (down >= top[:, None]) & (down < (top + high)[:, None])  # (B, H)
-    in_columns = (across >= left[:, None]) & (across < (left + wide)[:, None])
-    chosen = uniform(fold(keys, "cutmixed")) < prob
-    inside = in_rows[:, None, :, None] & in_columns[:, None, None, :] & chosen[:, None, None, None]
-    return torch.where(inside, images.roll(1, dims=0), images)
+    if cutmix > 0 and len(images) > 1:
+        height, width = images.shape[2:]
+        top, left, high, wide = crop_boxes(fold(keys, "cutmix"), (0.1, 0.5)).unbind(1)
+        down = (torch.arange(height, device=images.device) + 0.5) / height  # (H,)
+        across = (torch.arange(width, device=images.device) + 0.5) / width  # (W,)
+        rows = (down >= top[:, None]) & (down < (top + high)[:, None])  # (B, H)
+        columns = (across >= left[:, None]) & (across < (left + wide)[:, None])  # (B, W)
+        chosen = (uniform(fold(keys, "cutmixed")) < cutmix)[:, None, None, None]
+        images = torch.where(
+            rows[:, None, :, None] & columns[:, None, None, :] & chosen, images.roll(1, dims=0), images
+        )
+    if mixup > 0 and len(images) > 1:
+        images = torch.lerp(images, images.roll(2, dims=0), _per_image(_between(keys, "mixup", 0.0, mixup), images))
+    return images

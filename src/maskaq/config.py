@@ -125,6 +125,8 @@ class Augment:
     jitter_prob: float = setting(0.8, "probability of the four colour changes", low=0.0, high=1.0)
     grey: float = setting(0.2, "probability of a grey image", low=0.0, high=1.0)
     blur: float = setting(0.5, "probability of a Gaussian blur", low=0.0, high=1.0)
+    cutmix: float = setting(0.0, "probability of a rectangle from another image (not in the paper)", low=0.0, high=1.0)
+    mixup: float = setting(0.0, "largest share of another image blended in (not in the paper)", low=0.0, high=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +203,11 @@ def load_recipe(source: str | Path = "paper", *overrides: str, bits: str | None 
     >>> load_recipe("quick", "synthesis.steps=50", bits="w3a3").synthesis.steps
     50
     """
-    tree = _read_tree(source, seen=())
+    tree = _read_tree(str(source), seen=())
     for text in overrides:
         _merge(tree, _parse_override(text))
     if bits is not None:
-        _merge(tree, {"quantization": {"bits": bits}})
+        _merge(tree, {"quantization": {"bits": bits.strip().lower()}})
     return recipe_from_dict(tree)
 
 
@@ -238,8 +240,7 @@ def describe_keys() -> Iterator[tuple[str, str, str]]:
     yield from _describe(Recipe, "")
 
 
-def _read_tree(source: str | Path, seen: tuple[str, ...]) -> dict[str, Any]:
-    name = str(source)
+def _read_tree(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
     if name in seen:
         raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
     shipped = shipped_recipes()
@@ -261,7 +262,9 @@ def _read_tree(source: str | Path, seen: tuple[str, ...]) -> dict[str, Any]:
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    below = _read_tree(base, (*seen, name))
+    if str(base).endswith(".toml"):
+        base = str(Path(name).parent / base)  # beside the recipe that names it
+    below = _read_tree(str(base), (*seen, name))
     _merge(below, tree)
     return below
 

@@ -1,5 +1,6 @@
 """What the command line draws: progress, plans, tables. Everything goes to the terminal through one rich Console."""
 
+import math
 import time
 
 from rich.console import Console
@@ -13,9 +14,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from torch import nn
 
 from maskaq.config import Recipe
-from maskaq.evaluate import EvalResult
+from maskaq.evaluation import EvalResult
+from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
+from maskaq.shapes import Geometry
 from maskaq.watch import Watch
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -54,6 +58,9 @@ class BarWatch(Watch):
         text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.progress.update(self.task, advance=units, metrics=text)
 
+    def forecast(self, seconds: float) -> None:
+        self.note(_forecast_line(seconds))
+
     def note(self, text: str) -> None:
         self.progress.console.print(text)
 
@@ -86,12 +93,19 @@ class LineWatch(Watch):
         share = 100 * self.done / max(1, self.total)
         self.console.print(f"{self.title}: {share:.0f} %, {duration(now - self.began)}, left {duration(left)}{text}")
 
+    def forecast(self, seconds: float) -> None:
+        self.note(_forecast_line(seconds))
+
     def note(self, text: str) -> None:
         self.console.print(text)
 
 
 def watch_for(console: Console) -> BarWatch | LineWatch:
     return BarWatch(console) if console.is_terminal else LineWatch(console)
+
+
+def _forecast_line(seconds: float) -> str:
+    return f"estimate   {duration(seconds)} (rough, from a few steps)"
 
 
 def duration(seconds: float) -> str:
@@ -101,12 +115,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
-def plan_table(model: str, parameters: int, recipe: Recipe, device: str, out: str, megabytes: float) -> Table:
+def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
     """What a run will do."""
     scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    megabytes = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size) / 1e6
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("model", f"{model}, {parameters / 1e6:.2f} M parameters")
+    table.add_row(
+        "model", f"{name}, {parameters:.2f} M parameters, images of {facts.image_size[0]} x {facts.image_size[1]}"
+    )
     table.add_row(
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations)",
@@ -134,3 +152,13 @@ def accuracy_table(rows: dict[str, EvalResult | str], title: str) -> Table:
         else:
             table.add_row(name, f"{row.top1:.2f}", f"{row.standard_error:.2f}", f"{row.top5:.2f}", str(row.n))
     return table
+
+
+def won_back(rows: dict[str, EvalResult | str]) -> str:
+    """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
+    full, nearest, ours = rows[FULL_PRECISION], rows[NEAREST], rows[CALIBRATED]
+    if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str) or full.top1 <= nearest.top1:
+        return ""
+    lost = full.top1 - nearest.top1
+    share = 100 * (ours.top1 - nearest.top1) / lost
+    return f"round to nearest loses {lost:.1f} points of top-1; maskaq wins back {share:.0f} % of them"

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from maskaq import runfolder
 from maskaq.config import Recipe, recipe_from_dict
 from maskaq.errors import CheckpointError, MaskaqError, RunFolderError
-from maskaq.evaluate import EvalResult, evaluate
+from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
 from maskaq.quant.twin import quantized_twin
-from maskaq.run import MODEL_FILE, RANGES_FILE, pick_device, weights_digest
+from maskaq.run import FIRST_RANGES, MODEL_FILE, NEAREST_RANGES, pick_device, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
-FULL_PRECISION, NEAREST, CALIBRATED = "full precision", "round to nearest", "maskaq"
+FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
 
 Batches = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
 
@@ -45,9 +45,16 @@ class OpenedRun:
         return expose(model)
 
     def nearest(self) -> nn.Module:
-        """Round to nearest at the same bits: the teacher's weights, the first ranges, no calibration."""
+        """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
+        return self._uncalibrated(NEAREST_RANGES)
+
+    def searched(self) -> nn.Module:
+        """Where calibration starts: round to nearest with the ranges that the recipe's methods found."""
+        return self._uncalibrated(FIRST_RANGES)
+
+    def _uncalibrated(self, ranges_file: str) -> nn.Module:
         student = quantized_twin(self.teacher(), self.recipe.quantization)
-        tensors, _ = runfolder.read_tensors(self.folder / RANGES_FILE)
+        tensors, _ = runfolder.read_tensors(self.folder / ranges_file)
         student.load_state_dict(tensors, strict=False)
         return student
 
@@ -75,10 +82,11 @@ def open_run(folder: str | Path) -> OpenedRun:
 def compare(
     run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, watch: Watch | None = None
 ) -> dict[str, EvalResult | str]:
-    """Accuracy of full precision, round to nearest and the calibrated model; a reason where one cannot be had."""
+    """Accuracy of the teacher, of both uncalibrated models and of the calibrated one; a reason where one is missing."""
     watch = watch or Watch()
     table: dict[str, EvalResult | str] = {}
-    for name, make in ((FULL_PRECISION, run.teacher), (NEAREST, run.nearest), (CALIBRATED, run.calibrated)):
+    makers = {FULL_PRECISION: run.teacher, NEAREST: run.nearest, SEARCHED: run.searched, CALIBRATED: run.calibrated}
+    for name, make in makers.items():
         try:
             model = make()
         except MaskaqError as error:
@@ -94,5 +102,9 @@ def compare(
 
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
     """metrics.json of a run folder: what `compare` found, and on which images."""
-    rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
-    runfolder.write_json_atomic(Path(folder) / "metrics.json", {"data": data, "accuracy": rows})
+    runfolder.write_json_atomic(Path(folder) / "metrics.json", {"data": data, "accuracy": plain(table)})
+
+
+def plain(table: dict[str, EvalResult | str]) -> dict[str, Any]:
+    """The table in plain values, for JSON."""
+    return {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 import maskaq
 from maskaq import randomness, runfolder
-from maskaq.calibrate import Calibrator
+from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
-from maskaq.data import SyntheticSet
+from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import DeviceError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.runfolder import RunFolder
-from maskaq.synthesize import Synthesizer
+from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
 MODEL_FILE = "model.safetensors"
-RANGES_FILE = "ranges.safetensors"
+NEAREST_RANGES = "ranges_nearest.safetensors"
+FIRST_RANGES = "ranges_first.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def quantize(
     source: dict[str, Any] | None = None,
     checkpoint_seconds: float = 30.0,
     only_images: bool = False,
+    forecast: bool = False,
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
 
@@ -58,6 +60,7 @@ def quantize(
         recipe: a Recipe, or the name or file of one.
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
+        forecast: tell the watch how long it will take, from a few steps.
     """
     recipe = load_recipe(recipe, bits=bits) if isinstance(recipe, str) else recipe
     watch = watch or Watch()
@@ -69,6 +72,8 @@ def quantize(
     with RunFolder.open(out, identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)) as run:
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
+        if forecast and not run.path(MODEL_FILE).exists():
+            watch.forecast(_forecast(synthesizer, run, first_epoch, only_images))
         images = None
         for round, epochs in enumerate(recipe.rounds):
             if first_epoch >= epochs.stop and round < len(recipe.rounds) - 1:
@@ -126,10 +131,12 @@ def _start_from_images(
     run: RunFolder, student: nn.Module, images: SyntheticSet, recipe: Recipe, teacher: nn.Module
 ) -> None:
     """Set the ranges anew on the first synthetic images, and keep them: round to nearest, where calibration starts."""
-    facts, device = geometry(teacher), next(teacher.parameters()).device
-    chosen = images[: recipe.quantization.range_images].to(device)
-    init_ranges_(student, facts.normalise(chosen.images.float() / 255), recipe.quantization)
-    runfolder.write_tensors(run.path(RANGES_FILE), ranges(student))
+    facts, device, scheme = geometry(teacher), next(teacher.parameters()).device, recipe.quantization
+    chosen = facts.normalise(to_pixels(images.images[: scheme.range_images].to(device)))
+    unsearched = replace(scheme, weight_range="minmax", activation_range="minmax")
+    for name, how in ((NEAREST_RANGES, unsearched), (FIRST_RANGES, scheme)):
+        init_ranges_(student, chosen, how)
+        runfolder.write_tensors(run.path(name), ranges(student))
 
 
 def ranges(student: nn.Module) -> dict[str, Tensor]:
@@ -174,23 +181,23 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     return picked
 
 
-def estimate_seconds(teacher: nn.Module, recipe: Recipe, device: torch.device, only_images: bool = False) -> float:
-    """A rough forecast of the whole run from a few synthesis steps; calibrating on an image costs about a step."""
-    batch = min(recipe.synthesis.batch, recipe.synthesis.images, 4 if device.type == "cpu" else 1 << 30)
+def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:
+    """Seconds that are left, roughly: a few steps are timed, and calibrating on an image costs about a step."""
+    recipe = synthesizer.recipe
+    batch = min(recipe.synthesis.images, recipe.synthesis.batch, 4 if synthesizer.device.type == "cpu" else 1 << 30)
     trial = replace(recipe, synthesis=replace(recipe.synthesis, steps=3, batch=batch))
-    teacher = expose(teacher).to(device)
-    student = quantized_twin(teacher, recipe.quantization)
-    init_ranges_(
-        student, noise(teacher, 1, 0), replace(recipe.quantization, activation_range="minmax", weight_range="minmax")
-    )
-    synthesizer = Synthesizer(teacher, student, trial)
-    synthesizer(torch.arange(batch))  # the first steps pay for the start
-    began = time.monotonic()
-    synthesizer(torch.arange(batch))
-    per_image_step = (time.monotonic() - began) / (3 * batch)
-    rounds = range(1 if only_images else len(recipe.rounds))
-    steps = sum(recipe.steps_in_round(round) for round in rounds) + (0 if only_images else recipe.calibration.epochs)
-    return per_image_step * recipe.synthesis.images * steps
+    trial_synthesizer = Synthesizer(synthesizer.teacher, synthesizer.student, trial)
+    seconds = 0.0
+    for _ in range(2):  # the first time pays for the start
+        began = time.monotonic()
+        trial_synthesizer(torch.arange(batch))
+        seconds = time.monotonic() - began
+    steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
+    for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
+        if first_epoch < epochs.stop:
+            there = sum(entry["count"] for entry in run.manifest(round).values()) / recipe.synthesis.images
+            steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
+    return seconds / (3 * batch) * recipe.synthesis.images * steps
 
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:

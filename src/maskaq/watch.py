@@ -10,5 +10,8 @@ class Watch:
     def advance(self, units: int = 1, **metrics: float) -> None:
         """Some units of the current stage are done."""
 
+    def forecast(self, seconds: float) -> None:
+        """The whole work will take about so long."""
+
     def note(self, text: str) -> None:
         """Something the user should know, in one line."""

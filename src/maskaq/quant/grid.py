@@ -21,16 +21,6 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | int) -> Tensor
     return (codes - zero_point) * scale
 
 
-def round_ste(x: Tensor) -> Tensor:
-    """Round to nearest; the gradient passes straight through."""
-    return x + (torch.round(x) - x).detach()
-
-
-def clamp_ste(x: Tensor, low: int, high: int) -> Tensor:
-    """x.clamp(low, high), with the gradient passed on at both ends too: there, versions of torch differ."""
-    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
-
-
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x itself, with its gradient multiplied by factor."""
     return x.detach() + (x - x.detach()) * factor

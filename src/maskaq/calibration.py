@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from maskaq import masks, randomness
-from maskaq.augment import simclr
+from maskaq.augment import mix, simclr
 from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import CalibrationError
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.quant.quantizers import Quantizer
-from maskaq.synthesize import cosine
+from maskaq.synthesis import cosine
 from maskaq.taps import Taps, taps
 from maskaq.watch import Watch
 
@@ -90,7 +90,9 @@ class Calibrator:
 
     def _augmented(self, batch: SyntheticSet, epoch: int) -> Tensor:
         keys = randomness.fold(randomness.fold(randomness.image_keys(self.seed, batch.indices), "view"), epoch)
-        return self.geometry.normalise(simclr(to_pixels(batch.images), keys, **asdict(self.config.augment)))
+        settings = asdict(self.config.augment)
+        mixing = {"cutmix": settings.pop("cutmix"), "mixup": settings.pop("mixup")}
+        return self.geometry.normalise(mix(simclr(to_pixels(batch.images), keys, **settings), keys, **mixing))
 
     def _view(self, images: Tensor) -> CalibrationView:
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""maskaq.evaluate and maskaq.data: accuracy as counted by hand, and every way in which an image folder can be wrong."""
+"""maskaq.evaluation and maskaq.data: accuracy as counted by hand, and every way an image folder can be wrong."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from maskaq.config import Quantization
 from maskaq.data import SyntheticSet, TensorImages, balanced_labels, image_folder, to_bytes, to_pixels
 from maskaq.errors import DataError, RangeError
-from maskaq.evaluate import EvalResult, evaluate
+from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.watch import Watch

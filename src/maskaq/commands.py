@@ -1,0 +1,197 @@
+"""What each command does: parsed words in, one call of the library, tables out."""
+
+import argparse
+import ast
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader
+
+from maskaq import console as draw
+from maskaq import results, run, runfolder, zoo
+from maskaq.cli import DEMO_DATA
+from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
+from maskaq.data import TensorImages, image_folder
+from maskaq.errors import DataError, ModelError
+from maskaq.evaluation import EvalResult
+from maskaq.evaluation import evaluate as evaluate_model
+from maskaq.inspection import inspect_model
+from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
+from maskaq.models import expose, geometry, supported_names
+from maskaq.models.load import architecture_of, load_model
+from maskaq.quant.quantizers import QUANTIZERS
+
+
+def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
+    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits}"
+    model_args = _model_args(args.model_arg)
+    model = load_model(args.model, args.checkpoint, model_args)
+    source = {
+        "name": args.model,
+        "args": model_args,
+        "checkpoint": str(Path(args.checkpoint).resolve()) if args.checkpoint else None,
+        "architecture": architecture_of(model, args.model, model_args),
+        "command": shlex.join(["maskaq", *sys.argv[1:]]),
+    }
+    _run(args, console, recipe, model, source, only_images)
+
+
+def synthesize(args: argparse.Namespace, console: Console) -> None:
+    args.data = None
+    quantize(args, console, only_images=True)
+
+
+def calibrate(args: argparse.Namespace, console: Console) -> None:
+    opened = results.open_run(args.folder)
+    source = opened.source
+    args.out, args.model, args.seed = args.folder, source["name"], opened.seed
+    _run(args, console, opened.recipe, load_model(source["name"], source["checkpoint"], source["args"]), source, False)
+
+
+def _run(
+    args: argparse.Namespace,
+    console: Console,
+    recipe: Recipe,
+    model: nn.Module,
+    source: dict[str, Any],
+    only_images: bool,
+) -> None:
+    """Plan, run, evaluate, summary."""
+    began = time.monotonic()
+    device = run.pick_device(args.device)
+    batches = _batches(args) if args.data else None
+    if batches:
+        batches(model)  # a wrong folder is told now, not after the work
+    console.print(draw.plan_table(args.model, model, geometry(expose(model)), recipe, str(device), args.out))
+    with draw.watch_for(console) as watch:
+        run.quantize(
+            model,
+            recipe,
+            args.out,
+            seed=args.seed,
+            device=device,
+            watch=watch,
+            source=source,
+            only_images=only_images,
+            forecast=True,
+        )
+        table = results.compare(results.open_run(args.out), batches, device=device, watch=watch) if batches else None
+    console.print()
+    if only_images:
+        console.print(f"images are in {args.out}; go on with: maskaq calibrate {args.out}")
+        return
+    if table:
+        results.write_metrics(args.out, table, args.data)
+        console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
+        console.print(draw.won_back(table))
+    console.print(f"quantized model: {args.out}/{run.MODEL_FILE}   ({draw.duration(time.monotonic() - began)})")
+    if not table:
+        console.print(f"evaluate it with: maskaq evaluate {args.out} --data DIR")
+
+
+def evaluate(args: argparse.Namespace, console: Console) -> None:
+    batches, device = _batches(args), run.pick_device(args.device)
+    is_run = (Path(args.model) / "run.json").exists()
+    if not is_run and Path(args.model).exists():
+        raise ModelError(f"{args.model} is neither a run folder (it has no run.json) nor a model name")
+    table: dict[str, EvalResult | str]
+    with draw.watch_for(console) as watch:
+        if is_run:
+            table = results.compare(results.open_run(args.model), batches, device=device, watch=watch)
+            results.write_metrics(args.model, table, args.data)
+        else:
+            model = load_model(args.model, args.checkpoint, _model_args(args.model_arg))
+            loader = batches(model)
+            watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
+            table = {results.FULL_PRECISION: evaluate_model(model.to(device), loader, watch)}
+    console.print(draw.accuracy_table(table, f"{args.model} on {args.data}"))
+    if args.json:
+        runfolder.write_json_atomic(args.json, results.plain(table))
+
+
+def inspect(args: argparse.Namespace, console: Console) -> None:
+    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    report = inspect_model(load_model(args.model, args.checkpoint, _model_args(args.model_arg)), recipe)
+    table = Table(title=f"{args.model} {recipe.quantization.bits}", title_justify="left")
+    for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
+        table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
+    for row in report.rows:
+        size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
+        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, *size)
+    console.print(table)
+    before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6
+    smaller = f"{before / after:.1f} x smaller"
+    console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
+
+
+def list_names(args: argparse.Namespace, console: Console) -> None:
+    if args.what == "models":
+        lines: Iterable[str] = [f"{name} (embedded)" for name in zoo.embedded_names()] + supported_names()
+    elif args.what == "recipes":
+        lines = [f"{name:12}{_first_comment(text)}" for name, text in shipped_recipes().items()]
+    elif args.what == "terms":
+        both = {"synthesis": SYNTHESIS_TERMS, "calibration": CALIBRATION_TERMS}
+        lines = [f"{stage}.terms.{spec.name:26}{spec.doc}" for stage, terms in both.items() for spec in terms.values()]
+    elif args.what == "quantizers":
+        lines = [f"{name:10}{(cls.__doc__ or '').splitlines()[0]}" for name, cls in QUANTIZERS.items()]
+    else:
+        lines = [f"{key:42}{default:12}{doc}" for key, default, doc in describe_keys()]
+    for line in lines:
+        print(line)
+    sys.stdout.flush()
+
+
+def demo(args: argparse.Namespace, console: Console) -> None:
+    args.model = f"cifar10_{args.model}"
+    args.out = args.out or f"runs/demo-{args.model}-{args.bits}"
+    args.recipe, args.checkpoint, args.model_arg, args.data = "demo", None, [], DEMO_DATA
+    quantize(args, console)
+
+
+def _batches(args: argparse.Namespace) -> Callable[[nn.Module], DataLoader]:
+    """The evaluation images, as a function of the model whose transform they need."""
+
+    def batches(model: Any) -> DataLoader:
+        if args.data == DEMO_DATA:
+            images, labels = zoo.test_images()
+            if model.num_classes != 10 or tuple(model.patch_embed.img_size) != (32, 32):
+                raise DataError(
+                    f"{DEMO_DATA} is for the embedded CIFAR-10 models; give --data DIR for {type(model).__name__}"
+                )
+            return DataLoader(TensorImages(images, labels, model), batch_size=100)
+        return image_folder(
+            args.data,
+            model,
+            class_index=args.class_index,
+            crop_pct=args.crop_pct,
+            interpolation=args.interpolation,
+            workers=args.workers,
+        )
+
+    return batches
+
+
+def _model_args(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign:
+            raise ModelError(f"--model-arg {pair!r}: expected key=value, for example img_size=192")
+        try:
+            found[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            found[key] = text
+    return found
+
+
+def _first_comment(text: str) -> str:
+    lines = text.splitlines()
+    return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""

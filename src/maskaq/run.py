@@ -3,6 +3,8 @@
 import hashlib
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,8 @@ def quantize(
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
     calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch)
 
-    with RunFolder.open(out, identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)) as run:
+    settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)
+    with RunFolder.open(out, *settings) as run, tensor_cores():
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
         if forecast and not run.path(MODEL_FILE).exists():
@@ -169,6 +172,17 @@ def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
     student.load_state_dict(state["student"])
     calibrator.load_state_dict(state["optimizer"])
     return int(progress["epoch"])
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Let CUDA multiply float32 matrices in TF32 while a run works: several times faster, no change on CPU."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:

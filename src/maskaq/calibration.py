@@ -17,6 +17,7 @@ from maskaq.errors import CalibrationError
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.twin import quantizers
 from maskaq.synthesis import cosine
 from maskaq.taps import Taps, taps
 from maskaq.watch import Watch
@@ -66,13 +67,16 @@ class Calibrator:
 
     def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, float]:
         """One optimiser step, in parts that fit the memory."""
+        views = self._augmented(batch, epoch)  # of the whole batch: mixing takes from all of it
+        activations = [q for q in quantizers(self.student).values() if q.site.role == "activation"]
         while True:
             try:
                 self.optimizer.zero_grad(set_to_none=True)
                 sums: dict[str, float] = defaultdict(float)
-                for part in torch.arange(len(batch), device=self.device).split(self.micro_batch):
-                    view = self._view(self._augmented(batch[part], epoch))
-                    total, parts = self.objective(view)
+                for part in views.split(self.micro_batch):
+                    for quantizer in activations:
+                        quantizer.share = len(part) / len(batch)
+                    total, parts = self.objective(self._view(part))
                     (total.sum() / len(batch)).backward()
                     for name, value in ({"loss": total.detach().mean()} | parts).items():
                         sums[name] += value.item() * len(part) / len(batch)

@@ -21,7 +21,7 @@ from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import DeviceError, SynthesisError
 from maskaq.models import expose, geometry
-from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
+from maskaq.quant.twin import frozen, init_ranges_, quantized_twin, quantizers
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
@@ -110,9 +110,8 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     sets = []
     for shard, indices in shards:
         if shard not in there:
-            warm = round > 0 and recipe.refresh.start == "warm"
             began = time.monotonic()
-            made = synthesizer(indices, round, SyntheticSet(**run.load_shard(round - 1, shard)) if warm else None)
+            made = synthesizer(indices, round, _before(run, synthesizer, round, shard))
             lost = sorted(set(indices.tolist()) - set(made.indices.tolist()))
             run.save_shard(round, shard, made.tensors(), count=len(made), lost=lost)
             seconds = time.monotonic() - began
@@ -128,6 +127,16 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
             f"{config.max_lost} allows; lower synthesis.lr (now {config.lr}) or check the model's weights"
         )
     return images
+
+
+def _before(run: RunFolder, synthesizer: Synthesizer, round: int, shard: int) -> SyntheticSet | None:
+    """What a warm refresh of a shard starts from; None is noise."""
+    if round == 0 or synthesizer.recipe.refresh.start == "cold":
+        return None
+    if not run.has_shard(round - 1, shard):  # it was damaged and deleted; the student it was made against is gone
+        synthesizer.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts from noise")
+        return None
+    return SyntheticSet(**run.load_shard(round - 1, shard))
 
 
 def _start_from_images(
@@ -152,7 +161,8 @@ def ranges(student: nn.Module) -> dict[str, Tensor]:
 
 
 def _save_model(run: RunFolder, student: nn.Module) -> None:
-    tensors = {name: value.detach().cpu() for name, value in student.state_dict().items()}
+    with frozen(student):  # brings the scales that follow their weights up to the last step
+        tensors = {name: value.detach().cpu() for name, value in student.state_dict().items()}
     runfolder.write_tensors(run.path(MODEL_FILE), tensors, {"maskaq": maskaq.__version__})
 
 

@@ -47,11 +47,11 @@ class Synthesizer:
         indices = indices.to(self.device)
         images, finite = self._make(indices, round, start, attempt=0)
         if not finite.all():
-            lost = indices[~finite].tolist()
+            ill = ~finite
             self.watch.note(
-                f"images {lost} of round {round} became NaN or Inf: the batch is made again from another seed"
+                f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
             )
-            images, finite = self._make(indices, round, None, attempt=1)
+            images[ill], finite[ill] = self._make(indices[ill], round, None, attempt=1)
         if not finite.all():
             self.watch.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice")
         pixels = self.geometry.pixels(images[finite])

@@ -56,6 +56,8 @@ class Quantizer(nn.Module):
         self.low, self.high = grid.code_range(site.bits, signed=self.symmetric)
         self.ready = False
         self.observed: list[Tensor] | None = None
+        self.share = 1.0
+        """How much of its batch an activation is: in parts or whole, a range gets the same gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
@@ -96,7 +98,7 @@ class Quantizer(nn.Module):
 
     def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point, shaped to broadcast over x."""
-        scale, zero_point = self._step(x.numel() // len(self.scale))
+        scale, zero_point = self._step(round(x.numel() / len(self.scale) / self.share))
         shape = (-1,) + (1,) * (x.dim() - 1) if self.site.channels else ()
         return scale.reshape(shape), zero_point.reshape(shape)
 

@@ -1,0 +1,166 @@
+"""What the tests of whole runs share: tiny models, tiny recipes, a watch that remembers, a process that can die."""
+
+import functools
+import importlib
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+from maskaq import run
+from maskaq.config import Recipe, load_recipe
+from maskaq.errors import MaskaqError
+from maskaq.models import expose
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.watch import Watch
+
+torch.set_num_threads(1)  # also in the processes that import this module and not conftest
+
+VIT = "vit_tiny_patch16_224"
+VIT_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
+SWIN = "swin_tiny_patch4_window7_224"
+SWIN_ARGS = dict(embed_dim=16, depths=(2, 2), num_heads=(2, 4), img_size=32, window_size=4, num_classes=4)
+
+SMALL = (
+    "quantization.range_images=4",
+    "synthesis.images=8",
+    "synthesis.steps=3",
+    "synthesis.batch=4",
+    "calibration.epochs=4",
+    "calibration.batch=4",
+    "refresh.every=2",
+    "refresh.steps=2",
+)
+"""Overrides that make a run of two rounds: 2 shards of 3 steps, 2 epochs of 2 steps, 2 shards of 2 steps, 2 epochs."""
+
+
+def _weighty(model: nn.Module, seed: int) -> nn.Module:
+    """The model with weights large enough for attention, predictions and gradients to be far from constant."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def tiny_vit(seed: int = 0, **args) -> nn.Module:
+    torch.manual_seed(seed)
+    return _weighty(timm.create_model(VIT, **{**VIT_ARGS, **args}), seed)
+
+
+def tiny_swin(seed: int = 0, **args) -> nn.Module:
+    torch.manual_seed(seed)
+    return _weighty(timm.create_model(SWIN, **{**SWIN_ARGS, **args}), seed)
+
+
+def small_recipe(*overrides: str) -> Recipe:
+    return load_recipe("paper", *SMALL, *overrides)
+
+
+def pair(recipe: Recipe, build=tiny_vit) -> tuple[nn.Module, nn.Module]:
+    """Teacher, and student with ranges from noise: what a run starts its first synthesis with."""
+    teacher = expose(build())
+    student = quantized_twin(teacher, recipe.quantization)
+    init_ranges_(student, run.noise(teacher, recipe.quantization.range_images, 0), recipe.quantization)
+    return teacher, student
+
+
+class Ears(Watch):
+    """Remembers every note and stage."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.stages: list[tuple[str, int, int]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        self.stages.append((title, total, done))
+
+
+def tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, name by name."""
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])] == []
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Same weights and same images of every round, bit for bit."""
+    assert_same(tensors(a / run.MODEL_FILE), tensors(b / run.MODEL_FILE))
+    images = [sorted(p.relative_to(root) for p in root.glob("images/*/*.safetensors")) for root in (a, b)]
+    assert images[0] == images[1] and images[0]
+    for name in images[0]:
+        assert_same(tensors(a / name), tensors(b / name))
+    for name in (run.NEAREST_RANGES, run.FIRST_RANGES):
+        assert_same(tensors(a / name), tensors(b / name))
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """Every file below a folder, but for the note of who holds the lock."""
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != ".lock.pid")
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def left_half_written(root: Path) -> list[Path]:
+    return list(root.rglob("*.tmp"))
+
+
+# ---- hooks: something happens at the n-th call of a function
+
+
+def hook(setattr, where: str, n: int, act, after: bool = False) -> None:
+    """From now on the n-th call of `where` ("module:Class.method") does `act`, before or after what it does."""
+    module, _, path = where.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    real, calls = getattr(owner, name), 0
+
+    @functools.wraps(real)
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == n and not after:
+            act()
+        result = real(*args, **kwargs)
+        if calls == n and after:
+            act()
+        return result
+
+    setattr(owner, name, counted)
+
+
+# ---- processes of their own, forked from one that has imported everything and computed nothing
+
+
+def in_process(target, *args) -> int | None:
+    """The exit code of a new process that calls target(*args); minus the signal's number if one killed it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers", "maskaq.commands"])
+    process = context.Process(target=target, args=args)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def quantize_and_die(out: Path, recipe: Recipe, seconds: float, where: str, n: int, after: bool) -> None:
+    """A run that is killed, as by `kill -9`, at the n-th call of `where`."""
+    hook(setattr, where, n, lambda: os.kill(os.getpid(), signal.SIGKILL), after)
+    run.quantize(tiny_vit(), recipe, out, device="cpu", checkpoint_seconds=seconds)
+
+
+def quantize_and_tell(out: Path, recipe: Recipe, message: Path) -> None:
+    """A run that writes down what it is refused with."""
+    try:
+        run.quantize(tiny_vit(), recipe, out, device="cpu")
+    except MaskaqError as error:
+        message.write_text(f"{type(error).__name__}: {error}")

@@ -1,0 +1,460 @@
+"""What a whole run promises: a kill costs nothing but time, the same is the same, damage is named, nothing is touched
+that is not the run's own."""
+
+import errno
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import (
+    VIT,
+    VIT_ARGS,
+    Ears,
+    assert_same,
+    assert_same_run,
+    content,
+    hook,
+    in_process,
+    left_half_written,
+    quantize_and_die,
+    quantize_and_tell,
+    small_recipe,
+    tensors,
+    tiny_swin,
+    tiny_vit,
+)
+
+from maskaq import results
+from maskaq.calibration import Calibrator
+from maskaq.errors import CheckpointError, DeviceError, RunFolderError
+from maskaq.evaluation import EvalResult
+from maskaq.models import expose
+from maskaq.models.load import architecture_of, load_model
+from maskaq.quant.twin import frozen, quantized_twin
+from maskaq.run import FIRST_RANGES, MODEL_FILE, NEAREST_RANGES, pick_device, quantize, weights_digest
+from maskaq.runfolder import RunFolder
+from maskaq.synthesis import Synthesizer
+
+quantize = partial(quantize, device="cpu")
+
+# The two kinds of run that everything is tried on, with a checkpoint after every epoch and only where one must be.
+WARM = ("refresh.start=warm", "calibration.optimizer=sgd")
+COLD = ("refresh.start=cold", "calibration.optimizer=adamw", "calibration.terms.block_error=10")
+COLD += ("calibration.augment.cutmix=0.5", "calibration.augment.mixup=0.3", "calibration.clip_grad=1")
+RUNS = {"warm, sgd, checkpoints often": (WARM, 0.0), "cold, adamw, checkpoints rarely": (COLD, 1e9)}
+every_run = pytest.mark.parametrize(("kind", "seconds"), RUNS.values(), ids=RUNS.keys())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    done: dict[tuple[str, ...], Path] = {}
+
+    def make(kind: tuple[str, ...] = WARM) -> Path:
+        if kind not in done:
+            done[kind] = tmp_path_factory.mktemp("straight") / "run"
+            quantize(tiny_vit(), small_recipe(*kind), done[kind])
+        return done[kind]
+
+    return make
+
+
+# ---- a kill at any moment
+
+MOMENTS = {
+    "in the synthesis of the first shard": ("maskaq.synthesis:Synthesizer._view", 2, False),
+    "before the first shard is saved": ("maskaq.runfolder:RunFolder.save_shard", 1, False),
+    "between shards": ("maskaq.runfolder:RunFolder.save_shard", 1, True),
+    "between a shard and its event": ("maskaq.runfolder:RunFolder.event", 2, False),
+    "while the first ranges are set": ("maskaq.run:ranges", 2, False),
+    "in the first epoch": ("maskaq.calibration:Calibrator._step", 2, False),
+    "in the second epoch": ("maskaq.calibration:Calibrator._step", 4, True),
+    "before the checkpoint of the first round": ("maskaq.runfolder:RunFolder.event", 4, True),
+    "after the first checkpoint": ("maskaq.runfolder:RunFolder.save_checkpoint", 1, True),
+    "in the refresh's synthesis": ("maskaq.synthesis:Synthesizer._view", 8, False),
+    "between shards of the refresh": ("maskaq.runfolder:RunFolder.save_shard", 3, True),
+    "in the first epoch after the refresh": ("maskaq.calibration:Calibrator._step", 6, False),
+    "in the last epoch": ("maskaq.calibration:Calibrator._step", 8, True),
+    "right before the final save": ("maskaq.run:_save_model", 1, False),
+}
+
+
+@every_run
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, seconds, moment):
+    recipe, out = small_recipe(*kind), tmp_path / "run"
+    assert in_process(quantize_and_die, out, recipe, seconds, *moment) == -signal.SIGKILL
+    assert not (out / MODEL_FILE).exists()
+    quantize(tiny_vit(), recipe, out, checkpoint_seconds=seconds)
+    assert_same_run(out, straight(kind))
+    assert left_half_written(out) == []
+
+
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, straight):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    for n in (4, 4, 3):  # in the second shard, in the refresh, between its shards
+        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.synthesis:Synthesizer._view", n, True)
+        assert killed == -signal.SIGKILL
+    for n in (3, 1):  # in the last epoch, and again
+        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.calibration:Calibrator._step", n, True)
+        assert killed == -signal.SIGKILL
+    quantize(tiny_vit(), recipe, out)
+    assert_same_run(out, straight(WARM))
+
+
+@every_run
+def test_a_forecast_changes_nothing_in_what_is_resumed(tmp_path, straight, kind, seconds):
+    recipe, out = small_recipe(*kind), tmp_path / "run"
+    for moment in ("in the first epoch", "in the refresh's synthesis", "right before the final save"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            where, n, after = MOMENTS[moment]
+            hook(patch.setattr, where, 2 if "_step" in where else 1, interrupt, after)
+            quantize(tiny_vit(), recipe, out, checkpoint_seconds=seconds)
+    quantize(tiny_vit(), recipe, out, forecast=True)
+    assert_same_run(out, straight(kind))
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def disk_full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("write", [1, 3, 6, 9, 12, 17])
+def test_a_full_disk_says_how_to_go_on_and_that_is_true(tmp_path, straight, monkeypatch, write):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        hook(patch.setattr, "os:replace", write, disk_full)
+        with pytest.raises(RunFolderError, match=r"disk full: \d+ bytes .*run the same command again") as raised:
+            quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)
+    assert str(out) in str(raised.value) and left_half_written(out) == []
+    assert not (out / MODEL_FILE).exists()
+    quantize(tiny_vit(), recipe, out)
+    assert_same_run(out, straight(WARM))
+
+
+# ---- the same is the same
+
+
+def test_the_same_seed_gives_the_same_run_and_another_gives_other_images(tmp_path, straight):
+    quantize(tiny_vit(), small_recipe(*WARM), tmp_path / "same", seed=0)
+    assert_same_run(tmp_path / "same", straight(WARM))
+    other = quantize(tiny_vit(), small_recipe(*WARM), tmp_path / "other", seed=1)
+    same = quantize(tiny_vit(), small_recipe(*WARM), tmp_path / "same", seed=0)
+    assert (other.images.images != same.images.images).float().mean() > 0.5
+    assert torch.equal(other.images.labels, same.images.labels)
+
+
+def test_nothing_depends_on_the_global_generator_and_it_is_left_alone(tmp_path, straight):
+    torch.manual_seed(1234)
+    state = torch.get_rng_state()
+    model = tiny_vit()
+    torch.set_rng_state(state)
+    quantize(model, small_recipe(*WARM), tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_run(tmp_path / "run", straight(WARM))
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_a_whole_run_leaves_the_users_model_untouched(tmp_path, build):
+    model = build().train()
+    before, trains = weights_digest(model), {name: p.requires_grad for name, p in model.named_parameters()}
+    quantize(model, small_recipe(), tmp_path / "run")
+    assert weights_digest(model) == before and model.training
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == trains
+    assert all(p.grad is None for p in model.parameters())
+    assert not [m for m in model.modules() if m._forward_hooks]
+
+
+def test_only_the_images_and_then_the_rest_is_the_same_as_all_at_once(tmp_path, straight):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    first = quantize(tiny_vit(), recipe, out, only_images=True)
+    assert not (out / MODEL_FILE).exists() and len(first.images) == 8
+    assert [p.name for p in (out / "images").iterdir()] == ["round_00"]
+    quantize(tiny_vit(), recipe, out)
+    assert_same_run(out, straight(WARM))
+
+
+def test_a_finished_run_called_again_changes_nothing_and_makes_nothing(tmp_path, straight, monkeypatch):
+    out, recipe = straight(WARM), small_recipe(*WARM)
+    before = content(out)
+    for cls, name in ((Synthesizer, "_optimise"), (Calibrator, "_step")):
+        monkeypatch.setattr(cls, name, lambda *_, **__: pytest.fail("a finished run has nothing to do"))
+    result = quantize(tiny_vit(), recipe, out, forecast=True)
+    assert content(out) == before
+    assert_same({k: v.detach() for k, v in result.model.state_dict().items()}, tensors(out / MODEL_FILE))
+    assert len(result.images) == 8
+
+
+# ---- what is saved
+
+
+@every_run
+def test_the_student_of_the_last_epoch_is_what_is_saved(tmp_path, monkeypatch, kind, seconds):
+    seen = []
+    real = Calibrator.epoch
+
+    def epoch(self, data, number):
+        result = real(self, data, number)
+        seen.append((number, {name: p.detach().clone() for name, p in self.student.named_parameters()}))
+        return result
+
+    monkeypatch.setattr(Calibrator, "epoch", epoch)
+    # A large step, so that the last epoch is no better than the ones before and would not be picked for its loss.
+    result = quantize(
+        tiny_vit(), small_recipe(*kind, "calibration.lr=0.05"), tmp_path / "run", checkpoint_seconds=seconds
+    )
+    assert [number for number, _ in seen] == [0, 1, 2, 3]
+    saved = tensors(tmp_path / "run" / MODEL_FILE)
+    assert_same({name: saved[name] for name in seen[-1][1]}, seen[-1][1])
+    assert_same(saved, {name: value.detach() for name, value in result.model.state_dict().items()})
+
+
+def test_the_saved_scales_are_those_of_the_saved_weights(straight):
+    saved = tensors(straight(COLD) / MODEL_FILE)
+    student = quantized_twin(expose(tiny_vit()), small_recipe(*COLD).quantization)
+    student.load_state_dict(saved)
+    with frozen(student):  # quantizes every weight, which brings a minmax scale up to date
+        pass
+    assert_same(dict(student.state_dict()), saved)
+
+
+def test_the_log_tells_of_every_shard_and_every_epoch(straight):
+    events = RunFolder.read(straight(WARM)).events()
+    shards = [(e["round"], e["shard"]) for e in events if e["stage"] == "synthesize"]
+    assert shards == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    epochs = [(e["round"], e["epoch"]) for e in events if e["stage"] == "calibrate"]
+    assert epochs == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert all(e["loss"] > 0 for e in events if e["stage"] == "calibrate")
+
+
+def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
+    recipe = small_recipe("calibration.epochs=0")
+    result = quantize(tiny_vit(), recipe, tmp_path / "run")
+    saved, ranges = tensors(tmp_path / "run" / MODEL_FILE), tensors(tmp_path / "run" / FIRST_RANGES)
+    assert len(result.images) == 8 and not (tmp_path / "run" / "checkpoints").exists()
+    assert_same({name: saved[name] for name in ranges}, ranges)
+    weights = {name: value for name, value in tiny_vit().state_dict().items() if name in saved}
+    assert weights and all(torch.equal(saved[name], value) for name, value in weights.items())
+    before = content(tmp_path / "run")
+    quantize(tiny_vit(), recipe, tmp_path / "run")
+    assert content(tmp_path / "run") == before
+
+
+def test_a_run_that_never_refreshes_makes_its_images_once(tmp_path):
+    ears = Ears()
+    quantize(tiny_vit(), small_recipe("refresh.every=0"), tmp_path / "run", watch=ears)
+    assert ears.stages == [("synthesize, round 1 of 1", 24, 0), ("calibrate, round 1 of 1", 32, 0)]
+    assert [p.name for p in (tmp_path / "run" / "images").iterdir()] == ["round_00"]
+
+
+def test_a_warm_refresh_continues_from_the_images_before_and_a_cold_one_does_not(tmp_path):
+    def change(start):
+        still = ("refresh.lr=1e-9", "refresh.steps=1", f"refresh.start={start}")
+        quantize(tiny_vit(), small_recipe(*still), tmp_path / start)
+        first, second = (RunFolder.read(tmp_path / start).load_shard(round, 0)["images"] for round in (0, 1))
+        return (first.float() - second.float()).abs().mean()
+
+    assert change("warm") == 0
+    assert change("cold") > 10
+
+
+# ---- damage
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def copy_of(straight_run: Path, to: Path) -> Path:
+    for name, data in content(straight_run).items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(data)
+    return to
+
+
+def test_a_damaged_shard_is_named_and_made_anew_once_deleted(tmp_path, straight):
+    out, recipe = copy_of(straight(WARM), tmp_path / "run"), small_recipe(*WARM)
+    shard = out / "images/round_01/shard_0001.safetensors"
+    flip(shard)
+    with pytest.raises(RunFolderError, match=f"{shard} is damaged .*delete it and run the same command again"):
+        quantize(tiny_vit(), recipe, out)
+    shard.unlink()
+    assert len(quantize(tiny_vit(), recipe, out).images) == 8 and shard.exists()
+
+
+def test_a_damaged_shard_of_the_round_before_does_not_stop_a_warm_refresh_for_good(tmp_path):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.runfolder:RunFolder.save_shard", 3, interrupt, after=True)
+        quantize(tiny_vit(), recipe, out)
+    shard = out / "images/round_00/shard_0001.safetensors"
+    flip(shard)
+    with pytest.raises(RunFolderError, match=f"{shard} is damaged .*delete it and run the same command again"):
+        quantize(tiny_vit(), recipe, out)
+    shard.unlink()
+    ears = Ears()
+    assert len(quantize(tiny_vit(), recipe, out, watch=ears).images) == 8
+    assert ears.notes == ["shard 1 of round 0 is not there any more: this one starts from noise"]
+
+
+def test_a_damaged_checkpoint_is_named_and_once_deleted_the_run_goes_back_and_ends_the_same(tmp_path, straight):
+    out, recipe = copy_of(straight(WARM), tmp_path / "run"), small_recipe(*WARM)
+    *_, newest = sorted((out / "checkpoints").iterdir())
+    flip(newest)
+    with pytest.raises(RunFolderError, match=f"{newest} is damaged .*goes back to the previous checkpoint"):
+        quantize(tiny_vit(), recipe, out)
+    newest.unlink()
+    quantize(tiny_vit(), recipe, out)
+    assert_same_run(out, straight(WARM))
+
+
+def test_a_damaged_model_file_is_named_and_the_same_command_mends_it(tmp_path, checkpoint):
+    out = tmp_path / "run"
+    model, source = from_file(checkpoint)
+    quantize(model, small_recipe(), out, source=source)
+    sound = (out / MODEL_FILE).read_bytes()
+    flip(out / MODEL_FILE)
+    with pytest.raises(RunFolderError, match=f"{out / MODEL_FILE} is damaged"):
+        results.open_run(out).calibrated()
+    quantize(model, small_recipe(), out, source=source)
+    assert (out / MODEL_FILE).read_bytes() == sound
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (dict(recipe=small_recipe(*WARM, "synthesis.lr=0.07")), "recipe.synthesis.lr: 0.1 in the folder, 0.07 asked"),
+        (dict(recipe=small_recipe(*COLD)), 'recipe.refresh.start: "warm" in the folder, "cold" asked'),
+        (dict(model=tiny_vit(seed=1)), "model.weights: "),
+        (dict(model=tiny_swin()), 'model.class: "VisionTransformer" in the folder, "SwinTransformer" asked'),
+        (dict(seed=7), "seed: 0 in the folder, 7 asked"),
+    ],
+    ids=["lr", "refresh and optimiser", "weights", "architecture", "seed"],
+)
+def test_a_folder_of_another_run_is_refused_by_the_key_that_differs_and_left_alone(straight, change, key):
+    out = straight(WARM)
+    before = content(out)
+    asked = {"model": tiny_vit(), "recipe": small_recipe(*WARM), "seed": 0} | change
+    with pytest.raises(RunFolderError) as raised:
+        quantize(asked["model"], asked["recipe"], out, seed=asked["seed"])
+    assert key in str(raised.value) and "choose another --out" in str(raised.value)
+    assert content(out) == before
+
+
+def test_a_second_process_is_refused_while_the_first_works_and_does_not_disturb_it(tmp_path, straight):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+
+    class Meddler(Ears):
+        def stage(self, title: str, total: int, done: int = 0) -> None:
+            super().stage(title, total, done)
+            if len(self.stages) == 2:
+                assert in_process(quantize_and_tell, out, recipe, tmp_path / "told") == 0
+
+    quantize(tiny_vit(), recipe, out, watch=Meddler())
+    told = (tmp_path / "told").read_text()
+    assert told.startswith(f"RunFolderError: another maskaq process (pid {os.getpid()}) is working in {out}")
+    assert_same_run(out, straight(WARM))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_by_name_and_nothing_is_written(tmp_path):
+    with pytest.raises(DeviceError, match="device 'cuda' cannot be used"):
+        quantize(tiny_vit(), small_recipe(), tmp_path / "run", device="cuda")
+    with pytest.raises(DeviceError, match="device 'toaster' cannot be used"):
+        pick_device("toaster")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- compare
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    safetensors.torch.save_file(tiny_vit().state_dict(), path)
+    return path
+
+
+def from_file(path: Path):
+    model = load_model(VIT, path, VIT_ARGS)
+    architecture = architecture_of(model, VIT, VIT_ARGS)
+    return model, {"name": VIT, "args": VIT_ARGS, "checkpoint": str(path), "architecture": architecture}
+
+
+@pytest.fixture
+def opened(tmp_path, checkpoint) -> results.OpenedRun:
+    model, source = from_file(checkpoint)
+    quantize(model, small_recipe(), tmp_path / "run", source=source)
+    return results.open_run(tmp_path / "run")
+
+
+def batches(_model):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 4) for _ in range(2)]
+
+
+ROWS = ["full precision", "round to nearest", "searched ranges", "maskaq"]
+
+
+def test_compare_gives_four_rows_of_all_images(opened):
+    table = results.compare(opened, batches, device="cpu")
+    assert list(table) == ROWS
+    assert all(isinstance(row, EvalResult) and row.n == 32 for row in table.values())
+
+
+def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
+    images = batches(None)[0][0]
+    with torch.no_grad():
+        assert torch.allclose(opened.teacher()(images), tiny_vit()(images), atol=1e-5)
+    nearest, searched, ours = opened.nearest(), opened.searched(), opened.calibrated()
+    for student, file in ((nearest, NEAREST_RANGES), (searched, FIRST_RANGES), (ours, MODEL_FILE)):
+        state, saved = student.state_dict(), tensors(opened.folder / file)
+        assert_same({name: state[name].detach() for name in saved}, saved)
+    weight = "blocks.0.mlp.fc1.weight"
+    teacher = opened.teacher().state_dict()[weight]
+    assert torch.equal(nearest.state_dict()[weight], teacher) and torch.equal(searched.state_dict()[weight], teacher)
+    assert not torch.equal(ours.state_dict()[weight], teacher)
+    scales = "blocks.0.mlp.fc1.input_quantizer.scale"
+    assert nearest.state_dict()[scales] > searched.state_dict()[scales]  # min-max covers all, the search cuts outliers
+
+
+def test_without_the_teachers_file_the_rows_that_need_it_say_so_and_ours_is_still_there(opened, checkpoint):
+    checkpoint.unlink()
+    table = results.compare(opened, batches, device="cpu")
+    assert list(table) == ROWS and isinstance(table["maskaq"], EvalResult)
+    for name in ROWS[:3]:
+        assert isinstance(table[name], str) and str(checkpoint) in table[name]
+
+
+def test_a_teachers_file_with_other_weights_is_noticed(opened, checkpoint):
+    safetensors.torch.save_file(tiny_vit(seed=5).state_dict(), checkpoint)
+    with pytest.raises(CheckpointError, match="has other weights now"):
+        opened.teacher()
+    table = results.compare(opened, batches, device="cpu")
+    for name in ROWS[:3]:
+        assert f"{checkpoint} has other weights now than when {opened.folder} was made" in table[name]
+    assert isinstance(table["maskaq"], EvalResult)
+
+
+def test_a_run_that_is_not_finished_has_no_calibrated_model_and_says_how_to_get_it(tmp_path, checkpoint):
+    model, source = from_file(checkpoint)
+    quantize(model, small_recipe(), tmp_path / "run", source=source, only_images=True)
+    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate"):
+        results.open_run(tmp_path / "run").calibrated()
+
+
+def test_a_run_of_a_model_without_a_name_cannot_be_opened_and_says_why(straight):
+    with pytest.raises(RunFolderError, match="was made from a model in memory"):
+        results.open_run(straight(WARM))

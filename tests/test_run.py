@@ -111,7 +111,7 @@ def test_a_forecast_changes_nothing_in_what_is_resumed(tmp_path, straight, kind,
     recipe, out = small_recipe(*kind), tmp_path / "run"
     for moment in ("in the first epoch", "in the refresh's synthesis", "right before the final save"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            where, n, after = MOMENTS[moment]
+            where, _, after = MOMENTS[moment]
             hook(patch.setattr, where, 2 if "_step" in where else 1, interrupt, after)
             quantize(tiny_vit(), recipe, out, checkpoint_seconds=seconds)
     quantize(tiny_vit(), recipe, out, forecast=True)

@@ -28,13 +28,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
-    console = Console(highlight=False, soft_wrap=True, width=width)
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}  # a path may hold [x] or :x:
+    console, errors = Console(width=width, **plain), Console(stderr=True, **plain)  # type: ignore[arg-type]
     try:
         commands = importlib.import_module("maskaq.commands")  # brings torch and timm: only for a command that parsed
         getattr(commands, args.command)(args, console)
     except MaskaqError as error:
-        errors.print(f"error: {error}", style="red", markup=False)
+        errors.print(f"error: {error}", style="red")
         return 1
     except KeyboardInterrupt:
         errors.print("\ninterrupted. Nothing is lost: give the same command again to go on where it stopped.")
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red", markup=False)
+        errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red")
         return 1
     return 0
 
@@ -161,9 +161,21 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
         "--class-index", metavar="FILE", help="JSON, sub-folder name -> class, for a subset of the classes"
     )
     group.add_argument(
-        "--crop-pct", type=float, metavar="X", help="share of the resized image that is kept (default: timm's)"
+        "--crop-pct", type=_share, metavar="X", help="share of the resized image that is kept (default: timm's)"
     )
     group.add_argument(
         "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
     )
-    group.add_argument("--workers", type=int, default=0, help="processes that read images (default: 0)")
+    group.add_argument("--workers", type=_count, default=0, help="processes that read images (default: 0)")
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
+    return float(text)
+
+
+def _count(text: str) -> int:
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return int(text)

@@ -199,7 +199,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     """The asked device, or CUDA where there is one."""
     try:
         picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=picked)
+        torch.zeros(1, device=picked).item()
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return picked

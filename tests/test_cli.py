@@ -1,0 +1,538 @@
+"""What the command line promises: every command end to end, and for every mistake one clear message, no traceback and
+nothing half done."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import (
+    SMALL,
+    VIT,
+    VIT_ARGS,
+    assert_same,
+    assert_same_run,
+    content,
+    hook,
+    left_half_written,
+    tensors,
+    tiny_swin,
+    tiny_vit,
+)
+from PIL import Image
+
+import maskaq
+from maskaq import cli, zoo
+from maskaq.config import describe_keys, shipped_recipes
+from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
+from maskaq.quant.quantizers import QUANTIZERS
+from maskaq.run import MODEL_FILE
+
+CLASSES = ("apple", "bread", "cherry", "date")
+MODEL_ARGS = ["--model-arg", *(f"{key}={value}" for key, value in VIT_ARGS.items())]
+ROWS = ["full precision", "round to nearest", "searched ranges", "maskaq"]
+TERMS = [f"synthesis.terms.{name}" for name in SYNTHESIS_TERMS]
+TERMS += [f"calibration.terms.{name}" for name in CALIBRATION_TERMS]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """Weights, one folder of images per class, and a subset of the classes with its index."""
+    root = tmp_path_factory.mktemp("files")
+    safetensors.torch.save_file(tiny_vit().state_dict(), root / "vit.safetensors")
+    safetensors.torch.save_file(tiny_swin().state_dict(), root / "swin.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for folder, names in (("data", CLASSES), ("subset", CLASSES[1:3])):
+        for name in names:
+            (root / folder / name).mkdir(parents=True)
+            for i in range(3):
+                pixels = torch.randint(0, 256, (40, 40, 3), generator=generator, dtype=torch.uint8)
+                Image.fromarray(pixels.numpy()).save(root / folder / name / f"{i}.png")
+    (root / "index.json").write_text(json.dumps({name: i for i, name in enumerate(CLASSES)}))
+    return root
+
+
+def model(files: Path) -> list[str]:
+    return [VIT, *MODEL_ARGS, "--checkpoint", str(files / "vit.safetensors")]
+
+
+def quantize(files: Path, out: Path, *more: str, command: str = "quantize") -> list[str]:
+    settings = ["--recipe", "paper", "--set", *SMALL, "--device", "cpu"]
+    return [command, *model(files), "--out", str(out), *settings, *more]
+
+
+@pytest.fixture(scope="module")
+def finished(files, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert cli.main(quantize(files, out)) == 0
+    return out
+
+
+@pytest.fixture
+def call(capfd):
+    """Runs a command in this process: its exit code, what it printed, and what it complained of."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = cli.main([str(word) for word in argv])
+        except SystemExit as exit:  # argparse
+            code = int(exit.code or 0)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def by_process(*argv: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, **kwargs)
+
+
+# ---- help and lists
+
+OPTIONS = {
+    "quantize": "--checkpoint --model-arg --bits --recipe --set --out --seed --device --data --class-index --crop-pct",
+    "synthesize": "--checkpoint --model-arg --bits --recipe --set --out --seed --device",
+    "calibrate": "RUN --device --data --class-index --interpolation --workers",
+    "evaluate": "RUN_OR_MODEL --checkpoint --model-arg --json --device --data --class-index",
+    "inspect": "MODEL --checkpoint --model-arg --bits --recipe --set",
+    "list": "models recipes terms quantizers keys",
+    "demo": "--model --bits --out --seed --set --device",
+}
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_command_explains_its_options(call, command):
+    code, out, err = call(command, "--help")
+    assert code == 0 and not err
+    assert [option for option in OPTIONS[command].split() if option not in out] == []
+
+
+def test_help_shows_every_command_and_an_example_of_each_of_the_main_ones(call):
+    code, out, _ = call("--help")
+    assert code == 0 and [name for name in OPTIONS if name not in out] == []
+    assert all(f"maskaq {name}" in out for name in ("quantize", "evaluate", "inspect", "list", "demo"))
+
+
+def test_the_version_is_told_by_the_module_without_loading_torch():
+    done = by_process("-X", "importtime", "-m", "maskaq", "--version")
+    assert done.returncode == 0 and done.stdout == f"maskaq {maskaq.__version__}\n"
+    assert "maskaq.cli" in done.stderr and "torch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("models", ["cifar10_vit (embedded)", "cifar10_swin (embedded)", VIT, "deit_tiny_patch16_224"]),
+        ("recipes", list(shipped_recipes())),
+        ("terms", TERMS),
+        ("quantizers", list(QUANTIZERS)),
+        ("keys", [key for key, _, _ in describe_keys()]),
+    ],
+)
+def test_list_prints_every_name_at_the_start_of_a_line_and_what_it_means(call, what, names):
+    code, out, err = call("list", what)
+    lines = out.splitlines()
+    assert code == 0 and not err
+    assert [name for name in names if not any(line == name or line.startswith(f"{name} ") for line in lines)] == []
+    if what != "models":
+        assert all(len(line.split()) > 1 for line in lines)
+
+
+def test_a_list_cut_short_by_its_reader_is_no_error():
+    script = f"{sys.executable} -m maskaq list keys | head -n 1"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.stdout.startswith("quantization.bits") and done.stderr == ""
+
+
+def test_inspect_shows_layers_bits_and_how_small_it_gets(call, files):
+    code, out, err = call("inspect", *model(files), "--bits", "w4a8", "--set", "quantization.first_last=8")
+    assert code == 0 and not err
+    (row,) = [line for line in out.splitlines() if "blocks.0.attn.qkv" in line]
+    assert row.replace("│", " ").split()[:7] == ["blocks.0.attn.qkv", "linear", "48", "x", "16", "4", "8"]
+    assert "x smaller" in out and "blocks.1.mlp.fc2" in out and "head" in out
+
+
+# ---- end to end
+
+
+def test_quantize_with_images_prints_plan_progress_and_table_in_plain_lines(call, files, tmp_path, finished):
+    code, out, err = call(*quantize(files, tmp_path / "run", "--data", str(files / "data")))
+    assert code == 0 and not err
+    assert "\x1b" not in out and "\r" not in out  # not a terminal: plain lines
+    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, MODEL_FILE):
+        assert words in out, words
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert list(metrics["accuracy"]) == ROWS and all(row["n"] == 12 for row in metrics["accuracy"].values())
+    assert metrics["data"] == str(files / "data")
+    assert_same_run(tmp_path / "run", finished)  # evaluating changes nothing
+
+
+def test_quantize_without_images_says_how_to_evaluate(call, files, finished):
+    code, out, _ = call(*quantize(files, finished))
+    assert code == 0 and f"evaluate it with: maskaq evaluate {finished} --data DIR" in out
+    assert "estimate" not in out  # there is nothing left to do
+
+
+def test_quantize_with_a_subset_of_the_classes_needs_their_index(call, files, tmp_path):
+    subset = ("--data", str(files / "subset"))
+    code, _, err = call(*quantize(files, tmp_path / "run", *subset))
+    assert code == 1 and "2 class folders, the model 4 classes" in err and not (tmp_path / "run").exists()
+    index = ("--class-index", str(files / "index.json"))
+    code, out, err = call(*quantize(files, tmp_path / "run", *subset, *index, "--set", "calibration.epochs=0"))
+    assert code == 0 and not err and "maskaq" in out
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert {row["n"] for row in metrics["accuracy"].values()} == {6}
+
+
+def test_the_default_folder_is_named_after_model_and_bits(call, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = quantize(files, tmp_path, "--bits", "W3A5", "--set", "calibration.epochs=0")
+    del argv[argv.index("--out") : argv.index("--out") + 2]
+    assert call(*argv)[0] == 0
+    assert (tmp_path / "runs" / f"{VIT}-w3a5" / MODEL_FILE).exists()
+
+
+def test_synthesize_then_calibrate_is_the_same_as_quantize(call, files, tmp_path, finished):
+    out = tmp_path / "run"
+    code, text, _ = call(*quantize(files, out, command="synthesize"))
+    assert code == 0 and f"go on with: maskaq calibrate {out}" in text and not (out / MODEL_FILE).exists()
+    code, text, err = call("calibrate", out, "--device", "cpu", "--data", files / "data")
+    assert code == 0 and not err and "synthesize, round 1 of 2: 100 % from before" in text and ROWS[-1] in text
+    assert_same_run(out, finished)
+    before = content(out)
+    assert call("calibrate", out, "--device", "cpu")[0] == 0
+    assert content(out) == before
+
+
+def test_evaluate_a_run_prints_the_table_and_writes_it_as_json(call, files, finished, tmp_path):
+    argv = ("evaluate", finished, "--data", files / "data", "--device", "cpu", "--json", tmp_path / "table.json")
+    code, out, err = call(*argv)
+    assert code == 0 and not err and all(name in out for name in ROWS)
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert list(table) == ROWS and table["maskaq"]["n"] == 12
+    assert set(table["maskaq"]) == {"top1", "top5", "n", "standard_error"}
+
+
+def test_evaluate_a_model_of_ones_own(call, files, tmp_path):
+    options = ("--data", files / "data", "--device", "cpu", "--crop-pct", "1.0", "--interpolation", "nearest")
+    code, out, err = call("evaluate", *model(files), *options, "--json", tmp_path / "table.json")
+    assert code == 0 and not err and "full precision" in out and "round to nearest" not in out
+    assert json.loads((tmp_path / "table.json").read_text())["full precision"]["n"] == 12
+
+
+def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
+    images, labels = zoo.test_images()
+    monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
+    code, out, _ = call("evaluate", "cifar10_vit", "--data", cli.DEMO_DATA, "--device", "cpu")
+    (row,) = [line for line in out.splitlines() if "full precision" in line]
+    assert code == 0 and float(row.split("│")[2]) > 60 and row.split("│")[5].split() == ["50"]
+
+
+def test_the_demo_goes_from_an_embedded_model_to_a_table(call, tmp_path, monkeypatch):
+    images, labels = zoo.test_images()
+    monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
+    code, out, err = call("demo", "--out", tmp_path / "run", "--device", "cpu", "--set", *SMALL)
+    assert code == 0 and not err and all(name in out for name in ROWS) and "w3a3" in out
+
+
+def test_a_folder_with_brackets_and_colons_in_its_name_is_printed_as_it_is(call, files, tmp_path):
+    out = tmp_path / "[red]run[/] :star:"
+    code, text, _ = call(*quantize(files, out, "--set", "calibration.epochs=0"))
+    assert code == 0 and f"quantized model: {out}/{MODEL_FILE}" in text
+
+
+# ---- mistakes
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """Where a mistaken command works: a file, a foreign folder, a folder that cannot be."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis.txt").write_text("mine")
+    (tmp_path / "broken.safetensors").write_bytes(b"\0" * 100)
+    (tmp_path / "bad.toml").write_text("[synthesis\n")
+    (tmp_path / "bad.json").write_text("{")
+    return tmp_path
+
+
+def change(files: Path, out: Path, old: str, *new: str) -> list[str]:
+    """The sound command with one word replaced."""
+    argv = quantize(files, out)
+    i = argv.index(old)
+    return [*argv[:i], *new, *argv[i + 1 :]]
+
+
+def weights(files: Path) -> str:
+    return str(files / "vit.safetensors")
+
+
+MISTAKES = {
+    "unknown model": (
+        lambda f, p: change(f, p / "run", VIT, "vit_tiny_patch16_244"),
+        ["unknown model 'vit_tiny_patch16_244'", "Did you mean 'vit_tiny_patch16_224'?", "maskaq list models"],
+    ),
+    "unsupported model": (lambda f, p: ["inspect", "resnet18"], ["error: "]),
+    "bad model argument": (
+        lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depht=3"],
+        ["timm cannot build", "depht"],
+    ),
+    "model argument without value": (
+        lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depth"],
+        ["--model-arg 'depth': expected key=value"],
+    ),
+    "missing checkpoint": (
+        lambda f, p: change(f, p / "run", weights(f), str(p / "gone.safetensors")),
+        ["gone.safetensors"],
+    ),
+    "damaged checkpoint": (
+        lambda f, p: change(f, p / "run", weights(f), str(p / "broken.safetensors")),
+        ["broken.safetensors"],
+    ),
+    "checkpoint of another architecture": (
+        lambda f, p: change(f, p / "run", weights(f), str(f / "swin.safetensors")),
+        ["do not fit", "missing in the file:", "cls_token", "unexpected", "layers.0.blocks.0.attn", "look like a Swin"],
+    ),
+    "unknown recipe": (
+        lambda f, p: change(f, p / "run", "paper", "qick"),
+        ["unknown recipe 'qick'", "Did you mean 'quick'?", "ends in .toml"],
+    ),
+    "missing recipe file": (
+        lambda f, p: change(f, p / "run", "paper", str(p / "gone.toml")),
+        ["cannot read recipe file", "gone.toml"],
+    ),
+    "recipe that is not TOML": (
+        lambda f, p: change(f, p / "run", "paper", str(p / "bad.toml")),
+        ["bad.toml is not valid TOML"],
+    ),
+    "typo in a key": (
+        lambda f, p: quantize(f, p / "run", "--set", "synthesis.stpes=3"),
+        ["[synthesis]: unknown key 'stpes'", "Did you mean 'steps'?"],
+    ),
+    "override without value": (
+        lambda f, p: quantize(f, p / "run", "--set", "synthesis.steps"),
+        ["--set 'synthesis.steps': expected key=value"],
+    ),
+    "wrong type": (
+        lambda f, p: quantize(f, p / "run", "--set", "synthesis.steps=many"),
+        ["synthesis.steps: expected a whole number, got 'many'"],
+    ),
+    "value out of range": (
+        lambda f, p: quantize(f, p / "run", "--set", "synthesis.images=0"),
+        ["synthesis.images: expected a number at least 1, got 0"],
+    ),
+    "unknown term": (
+        lambda f, p: quantize(f, p / "run", "--set", "synthesis.terms.clas_prior=1"),
+        ["[synthesis.terms] unknown term 'clas_prior'", "Did you mean 'class_prior'?"],
+    ),
+    "no term left": (
+        lambda f, p: quantize(f, p / "run", "--set", *[f"calibration.terms.{t}=0" for t in CALIBRATION_TERMS]),
+        ["[calibration.terms] every term has weight 0"],
+    ),
+    "unknown quantizer": (
+        lambda f, p: quantize(f, p / "run", "--set", "quantization.activation=lqs"),
+        ["unknown quantizer 'lqs'", "Did you mean 'lsq'?"],
+    ),
+    "bad bits": (lambda f, p: quantize(f, p / "run", "--bits", "w1a4"), ["quantization.bits 'w1a4': expected wXaY"]),
+    "bad bits of inspect": (lambda f, p: ["inspect", *model(f), "--bits", "4"], ["quantization.bits '4'"]),
+    "no CUDA": (lambda f, p: quantize(f, p / "run", "--device", "cuda"), ["device 'cuda' cannot be used"]),
+    "no such device": (lambda f, p: quantize(f, p / "run", "--device", "gpu"), ["device 'gpu' cannot be used"]),
+    "not a real device": (lambda f, p: quantize(f, p / "run", "--device", "meta"), ["device 'meta' cannot be used"]),
+    "data missing": (
+        lambda f, p: quantize(f, p / "run", "--data", str(p / "gone")),
+        ["image folder", "gone does not exist"],
+    ),
+    "data without images": (
+        lambda f, p: quantize(f, p / "run", "--data", str(p / "foreign")),
+        ["foreign is not an image folder"],
+    ),
+    "wrong number of classes": (
+        lambda f, p: quantize(f, p / "run", "--data", str(f / "subset")),
+        ["2 class folders, the model 4 classes", "--class-index"],
+    ),
+    "class index missing": (
+        lambda f, p: quantize(f, p / "run", "--data", str(f / "subset"), "--class-index", str(p / "gone.json")),
+        ["cannot read the class index", "gone.json"],
+    ),
+    "class index that is not JSON": (
+        lambda f, p: quantize(f, p / "run", "--data", str(f / "subset"), "--class-index", str(p / "bad.json")),
+        ["cannot read the class index", "bad.json"],
+    ),
+    "packaged images for another model": (
+        lambda f, p: quantize(f, p / "run", "--data", cli.DEMO_DATA),
+        ["cifar10-demo is for the embedded CIFAR-10 models"],
+    ),
+    "out is a file": (lambda f, p: quantize(f, p / "file"), ["file exists and is not a run folder"]),
+    "out is below a file": (lambda f, p: quantize(f, p / "file" / "run"), ["cannot write", "file"]),
+    "out is a foreign folder": (
+        lambda f, p: quantize(f, p / "foreign"),
+        ["foreign exists and is not a run folder: choose another --out"],
+    ),
+    "evaluate a foreign folder": (
+        lambda f, p: ["evaluate", str(p / "foreign"), "--data", str(f / "data")],
+        ["foreign is neither a run folder (it has no run.json) nor a model name"],
+    ),
+    "evaluate nothing": (
+        lambda f, p: ["evaluate", str(p / "gone"), "--data", str(f / "data")],
+        ["gone"],
+    ),
+    "calibrate a foreign folder": (lambda f, p: ["calibrate", str(p / "foreign")], ["foreign is not a run folder"]),
+    "embedded model with arguments": (
+        lambda f, p: ["inspect", "cifar10_vit", "--model-arg", "depth=3"],
+        ["cifar10_vit is embedded with its weights"],
+    ),
+    "json into a folder": (
+        lambda f, p: ["evaluate", *model(f), "--data", str(f / "data"), "--json", str(p / "foreign")],
+        ["cannot write", "foreign"],
+    ),
+}
+
+
+if torch.cuda.is_available():
+    del MISTAKES["no CUDA"]
+
+
+@pytest.mark.parametrize(("argv", "words"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files, place, argv, words):
+    before = content(place)
+    code, out, err = call(*argv(files, place))
+    assert code == 1
+    assert err.startswith("error: ") and err.count("error: ") == 1 and "Traceback" not in err + out
+    assert [word for word in words if word not in err] == []
+    assert content(place) == before and left_half_written(place) == []
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["quantise", "x"], "quantise"),
+        (["quantize"], "MODEL"),
+        (["evaluate", "x"], "--data"),
+        (["list", "colours"], "colours"),
+        (["quantize", "x", "--seed", "many"], "--seed"),
+        (["quantize", "x", "--colour", "red"], "--colour"),
+        (["evaluate", "x", "--data", "y", "--interpolation", "cubic"], "--interpolation"),
+        (["evaluate", "x", "--data", "y", "--workers", "-1"], "--workers"),
+        (["evaluate", "x", "--data", "y", "--crop-pct", "0"], "--crop-pct: expected a number above 0 and at most 1"),
+        (["evaluate", "x", "--data", "y", "--crop-pct", "nan"], "--crop-pct"),
+        (["evaluate", "x", "--data", "y", "--crop-pct", "wide"], "--crop-pct"),
+        (["demo", "--model", "resnet"], "resnet"),
+    ],
+)
+def test_a_command_that_cannot_be_parsed_exits_with_2_and_shows_the_usage(call, argv, words):
+    code, out, err = call(*argv)
+    assert code == 2 and not out and err.startswith("usage: maskaq") and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_cannot_be_written_is_named(call, files, tmp_path, monkeypatch, number):
+    def refuse(*_, **__):  # for root nothing is read-only, so it is played
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    code, _, err = call(*quantize(files, tmp_path / "run"))
+    assert code == 1 and f"error: cannot write to {tmp_path / 'run'}" in err and "choose another --out" in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_folder_of_another_run_is_refused_with_the_setting_that_differs(call, files, finished):
+    before = content(finished)
+    code, _, err = call(*quantize(files, finished, "--seed", "3", "--set", "synthesis.lr=0.5"))
+    assert code == 1 and "holds another run" in err and "Traceback" not in err
+    assert "seed: 0 in the folder, 3 asked" in err and "recipe.synthesis.lr: 0.1 in the folder, 0.5 asked" in err
+    assert content(finished) == before
+
+
+def test_a_run_that_is_not_finished_cannot_be_evaluated_and_says_how_to_finish_it(call, files, tmp_path):
+    assert call(*quantize(files, tmp_path / "run", command="synthesize"))[0] == 0
+    code, _, err = call("evaluate", tmp_path / "run", "--data", files / "data", "--device", "cpu")
+    assert code == 1 and "is not finished" in err and "maskaq calibrate" in err
+
+
+def test_calibrating_without_the_teachers_file_names_it(call, files, tmp_path):
+    mine = tmp_path / "mine.safetensors"
+    mine.write_bytes((files / "vit.safetensors").read_bytes())
+    argv = quantize(files, tmp_path / "run", command="synthesize")
+    argv[argv.index(weights(files))] = str(mine)
+    assert call(*argv)[0] == 0
+    mine.unlink()
+    code, _, err = call("calibrate", tmp_path / "run", "--device", "cpu")
+    assert code == 1 and str(mine) in err and "Traceback" not in err
+
+
+def test_a_full_disk_is_told_with_how_to_go_on_and_that_is_true(call, files, tmp_path, finished):
+    def disk_full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        hook(patch.setattr, "os:replace", 5, disk_full)
+        code, _, err = call(*quantize(files, out))
+    assert code == 1 and "error: disk full" in err and "run the same command again" in err
+    assert left_half_written(out) == []
+    assert call(*quantize(files, out))[0] == 0
+    assert_same_run(out, finished)
+
+
+def test_memory_too_small_for_one_image_is_told_without_a_traceback(call, files, tmp_path, monkeypatch):
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    hook(monkeypatch.setattr, "maskaq.synthesis:Synthesizer._make", 1, full)
+    code, _, err = call(*quantize(files, tmp_path / "run"))
+    assert code == 1 and err.startswith("error: out of GPU memory even with one image at a time")
+
+
+@pytest.mark.parametrize(
+    ("where", "n"),
+    [
+        ("maskaq.synthesis:Synthesizer._view", 10),  # six are the forecast's
+        ("maskaq.calibration:Calibrator._step", 3),
+        ("maskaq.runfolder:RunFolder.save_checkpoint", 1),
+        ("maskaq.run:_save_model", 1),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_none(
+    call, files, tmp_path, finished, where, n
+):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        hook(patch.setattr, where, n, interrupt)
+        code, _, err = call(*quantize(files, out))
+    assert code == 130 and "give the same command again to go on where it stopped" in err and "Traceback" not in err
+    assert left_half_written(out) == [] and not (out / MODEL_FILE).exists()
+    assert call(*quantize(files, out))[0] == 0
+    assert_same_run(out, finished)
+
+
+def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
+    """Through a pseudo terminal, whose output has what a file's must not have: escape codes."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "maskaq", *quantize(files, tmp_path / "run")]
+    environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(argv, stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(ours)
+    assert process.wait() == 0 and process.stderr.read() == b""
+    assert b"\x1b[" in shown and b"calibrate, round 2 of 2" in shown
+    assert_same(tensors(tmp_path / "run" / MODEL_FILE), tensors(finished / MODEL_FILE))

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 interrupted."""
     parser = _parser()
     args = parser.parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
     plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}  # a path may hold [x] or :x:
     console, errors = Console(width=width, **plain), Console(stderr=True, **plain)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ def quantize(args: argparse.Namespace, console: Console, only_images: bool = Fal
         "args": model_args,
         "checkpoint": str(Path(args.checkpoint).resolve()) if args.checkpoint else None,
         "architecture": architecture_of(model, args.model, model_args),
-        "command": shlex.join(["maskaq", *sys.argv[1:]]),
+        "command": shlex.join(["maskaq", *args.words]),
     }
     _run(args, console, recipe, model, source, only_images)
 

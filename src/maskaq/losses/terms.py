@@ -4,7 +4,7 @@
     def brightness(v: SynthesisView) -> Tensor:      # (B,)
         return v.images.mean(dim=(1, 2, 3)).square()
 
-and `--set synthesis.terms.brightness=0.1` switches it on. Each term gives one number per image, so that images do not
+and `load_recipe("paper", "synthesis.terms.brightness=0.1")` switches it on. Each term gives one number per image, so that images do not
 feel the batch they are in.
 """
 

@@ -1,0 +1,73 @@
+"""The README works: its Python runs as printed, its commands run with a smaller budget, its make targets exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from maskaq import cli
+from maskaq.losses.terms import SYNTHESIS_TERMS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
+COMMANDS = [shlex.split(line, comments=True) for line in LINES]
+MASKAQ = [words[1:] for words in COMMANDS if words[:1] == ["maskaq"]]
+SMALL = "synthesis.images=4 synthesis.batch=4 synthesis.steps=2 calibration.epochs=2 calibration.batch=4 refresh.every=1"
+
+
+def runs_here(words):
+    """Whether a command needs nothing but the package: no download, no file of the user's."""
+    return "deit_tiny_patch16_224" not in words
+
+
+def test_the_readme_has_what_these_tests_look_for():
+    assert len(SNIPPETS) >= 3
+    assert len(MASKAQ) >= 8
+    assert sum(runs_here(words) for words in MASKAQ) >= 6
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_python_of_the_readme_runs_as_printed(snippet, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = set(SYNTHESIS_TERMS)
+    try:
+        exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+    finally:
+        for added in set(SYNTHESIS_TERMS) - known:
+            del SYNTHESIS_TERMS[added]
+
+
+def test_commands_of_the_readme_run_in_their_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in filter(runs_here, MASKAQ):
+        budget = ["--set", *SMALL.split()] if words[0] in ("demo", "quantize") else []
+        assert cli.main([*words, *budget]) == 0, words
+    out = capsys.readouterr().out
+    assert "maskaq wins back" in out or "round to nearest" in out
+    assert (tmp_path / "runs/swin/model.safetensors").exists()
+    assert (tmp_path / "runs/swin.json").exists()
+
+
+@pytest.mark.parametrize("words", [w for w in MASKAQ if not runs_here(w)], ids=" ".join)
+def test_commands_that_need_a_users_files_are_well_formed(words):
+    args = cli._parser().parse_args(words)
+    assert args.command == "quantize"
+
+
+def test_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for words in COMMANDS:
+        if words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", makefile, flags=re.M), words
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_files_the_readme_links_to_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target

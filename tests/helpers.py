@@ -101,8 +101,6 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert images[0] == images[1] and images[0]
     for name in images[0]:
         assert_same(tensors(a / name), tensors(b / name))
-    for name in (run.NEAREST_RANGES, run.FIRST_RANGES):
-        assert_same(tensors(a / name), tensors(b / name))
 
 
 def content(root: Path) -> dict[str, bytes]:

@@ -15,7 +15,9 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
 COMMANDS = [shlex.split(line, comments=True) for line in LINES]
 MASKAQ = [words[1:] for words in COMMANDS if words[:1] == ["maskaq"]]
-SMALL = "synthesis.images=4 synthesis.batch=4 synthesis.steps=2 calibration.epochs=2 calibration.batch=4 refresh.every=1"
+SMALL = (
+    "synthesis.images=4 synthesis.batch=4 synthesis.steps=2 calibration.epochs=2 calibration.batch=4 refresh.every=1"
+)
 
 
 def runs_here(words):

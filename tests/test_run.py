@@ -34,8 +34,8 @@ from maskaq.errors import CheckpointError, DeviceError, RunFolderError
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
-from maskaq.quant.twin import frozen, quantized_twin
-from maskaq.run import FIRST_RANGES, MODEL_FILE, NEAREST_RANGES, pick_device, quantize, weights_digest
+from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
+from maskaq.run import MODEL_FILE, pick_device, quantize, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 
@@ -237,7 +237,9 @@ def test_the_log_tells_of_every_shard_and_every_epoch(straight):
 def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
     recipe = small_recipe("calibration.epochs=0")
     result = quantize(tiny_vit(), recipe, tmp_path / "run")
-    saved, ranges = tensors(tmp_path / "run" / MODEL_FILE), tensors(tmp_path / "run" / FIRST_RANGES)
+    saved, fresh = tensors(tmp_path / "run" / MODEL_FILE), quantized_twin(expose(tiny_vit()), recipe.quantization)
+    init_ranges_(fresh, range_images(fresh, result.images, recipe), recipe.quantization)
+    ranges = {name: value for name, value in fresh.state_dict().items() if "quantizer" in name}
     assert len(result.images) == 8 and not (tmp_path / "run" / "checkpoints").exists()
     assert_same({name: saved[name] for name in ranges}, ranges)
     weights = {name: value for name, value in tiny_vit().state_dict().items() if name in saved}
@@ -419,9 +421,8 @@ def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
     with torch.no_grad():
         assert torch.allclose(opened.teacher()(images), tiny_vit()(images), atol=1e-5)
     nearest, searched, ours = opened.nearest(), opened.searched(), opened.calibrated()
-    for student, file in ((nearest, NEAREST_RANGES), (searched, FIRST_RANGES), (ours, MODEL_FILE)):
-        state, saved = student.state_dict(), tensors(opened.folder / file)
-        assert_same({name: state[name].detach() for name in saved}, saved)
+    saved = tensors(opened.folder / MODEL_FILE)
+    assert_same({name: ours.state_dict()[name].detach() for name in saved}, saved)
     weight = "blocks.0.mlp.fc1.weight"
     teacher = opened.teacher().state_dict()[weight]
     assert torch.equal(nearest.state_dict()[weight], teacher) and torch.equal(searched.state_dict()[weight], teacher)

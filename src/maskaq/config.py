@@ -53,7 +53,9 @@ class Quantization:
     weight: str = setting("minmax", "weight quantizer, one per output channel (`maskaq list quantizers`)")
     activation: str = setting("lsq", "activation quantizer, one per tensor")
     weight_range: str = setting(
-        "minmax", "how weight ranges are found, for lsq and static; the minmax quantizer follows its weights", choices=("minmax", "percentile", "mse")
+        "minmax",
+        "how weight ranges are found, for lsq and static; the minmax quantizer follows its weights",
+        choices=("minmax", "percentile", "mse"),
     )
     activation_range: str = setting(
         "mse", "how the first activation ranges are found", choices=("minmax", "percentile", "mse")

@@ -1,7 +1,7 @@
 """Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from maskaq import runfolder
-from maskaq.config import Recipe, recipe_from_dict
+from maskaq.config import Quantization, Recipe, recipe_from_dict
+from maskaq.data import SyntheticSet
 from maskaq.errors import CheckpointError, MaskaqError, RunFolderError
 from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
-from maskaq.quant.twin import quantized_twin
-from maskaq.run import FIRST_RANGES, MODEL_FILE, NEAREST_RANGES, pick_device, weights_digest
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.run import MODEL_FILE, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
@@ -46,16 +47,21 @@ class OpenedRun:
 
     def nearest(self) -> nn.Module:
         """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
-        return self._uncalibrated(NEAREST_RANGES)
+        return self._uncalibrated(replace(self.recipe.quantization, weight_range="minmax", activation_range="minmax"))
 
     def searched(self) -> nn.Module:
-        """Where calibration starts: round to nearest with the ranges that the recipe's methods found."""
-        return self._uncalibrated(FIRST_RANGES)
+        """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
+        return self._uncalibrated(self.recipe.quantization)
 
-    def _uncalibrated(self, ranges_file: str) -> nn.Module:
-        student = quantized_twin(self.teacher(), self.recipe.quantization)
-        tensors, _ = runfolder.read_tensors(self.folder / ranges_file)
-        student.load_state_dict(tensors, strict=False)
+    def _uncalibrated(self, scheme: Quantization) -> nn.Module:
+        """The student as it was before calibration: ranges from the first images of the first round."""
+        teacher, run = self.teacher(), RunFolder.read(self.folder)
+        student = quantized_twin(teacher, scheme)
+        shards = range(-(-self.recipe.quantization.range_images // self.recipe.synthesis.batch))
+        images = [SyntheticSet(**run.load_shard(0, shard)) for shard in shards if run.has_shard(0, shard)]
+        if not images:
+            raise RunFolderError(f"{self.folder} has no images of its first round any more, which set the ranges")
+        init_ranges_(student, range_images(teacher, SyntheticSet.concatenate(images), self.recipe), scheme)
         return student
 
     def calibrated(self) -> nn.Module:

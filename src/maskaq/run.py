@@ -1,6 +1,7 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
 import hashlib
+import math
 import platform
 import time
 from collections.abc import Iterator
@@ -21,14 +22,12 @@ from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import DeviceError, SynthesisError
 from maskaq.models import expose, geometry
-from maskaq.quant.twin import frozen, init_ranges_, quantized_twin, quantizers
+from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
 MODEL_FILE = "model.safetensors"
-NEAREST_RANGES = "ranges_nearest.safetensors"
-FIRST_RANGES = "ranges_first.safetensors"
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def quantize(
             if only_images:
                 break
             if first_epoch == 0 and round == 0:
-                _start_from_images(run, student, images, recipe, teacher)
+                init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
             watch.stage(f"calibrate, round {round + 1} of {len(recipe.rounds)}", len(images) * len(epochs))
             last_saved = time.monotonic()
             for epoch in range(max(first_epoch, epochs.start), epochs.stop):
@@ -124,7 +123,8 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     if lost_in_all > config.max_lost * config.images or not len(images):
         raise SynthesisError(
             f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
-            f"{config.max_lost} allows; lower synthesis.lr (now {config.lr}) or check the model's weights"
+            f"{config.max_lost} allows; check the model's weights, or lower synthesis.lr (now {config.lr}), "
+            "in a new run folder"
         )
     return images
 
@@ -139,25 +139,10 @@ def _before(run: RunFolder, synthesizer: Synthesizer, round: int, shard: int) ->
     return SyntheticSet(**run.load_shard(round - 1, shard))
 
 
-def _start_from_images(
-    run: RunFolder, student: nn.Module, images: SyntheticSet, recipe: Recipe, teacher: nn.Module
-) -> None:
-    """Set the ranges anew on the first synthetic images, and keep them: round to nearest, where calibration starts."""
-    facts, device, scheme = geometry(teacher), next(teacher.parameters()).device, recipe.quantization
-    chosen = facts.normalise(to_pixels(images.images[: scheme.range_images].to(device)))
-    unsearched = replace(scheme, weight_range="minmax", activation_range="minmax")
-    for name, how in ((NEAREST_RANGES, unsearched), (FIRST_RANGES, scheme)):
-        init_ranges_(student, chosen, how)
-        runfolder.write_tensors(run.path(name), ranges(student))
-
-
-def ranges(student: nn.Module) -> dict[str, Tensor]:
-    """The state of every quantizer, by its name in the student's state dict."""
-    return {
-        f"{name}.{key}": value.detach().cpu()
-        for name, quantizer in quantizers(student).items()
-        for key, value in quantizer.state_dict().items()
-    }
+def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Tensor:
+    """The first synthetic images, as the model takes them: they set the ranges that calibration starts from."""
+    chosen = images[: recipe.quantization.range_images].to(next(teacher.parameters()).device)
+    return geometry(teacher).normalise(to_pixels(chosen.images))
 
 
 def _save_model(run: RunFolder, student: nn.Module) -> None:
@@ -208,7 +193,9 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:
     """Seconds that are left, roughly: a few steps are timed, and calibrating on an image costs about a step."""
     recipe = synthesizer.recipe
-    batch = min(recipe.synthesis.images, recipe.synthesis.batch, 4 if synthesizer.device.type == "cpu" else 1 << 30)
+    batch = min(recipe.synthesis.images, recipe.synthesis.batch)
+    if synthesizer.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
+        batch = min(batch, max(4, min(16, 50_000 // math.prod(synthesizer.geometry.image_size))))
     trial = replace(recipe, synthesis=replace(recipe.synthesis, steps=3, batch=batch))
     trial_synthesizer = Synthesizer(synthesizer.teacher, synthesizer.student, trial)
     seconds = 0.0

@@ -5,6 +5,7 @@
     events.jsonl                   one JSON object per line, appended
     images/round_00/               shard_0000.safetensors ... and manifest.json
     checkpoints/                   the latest checkpoint and the one before
+    model.safetensors              the result, and metrics.json its accuracy, written for the stages that make them
     .lock, .lock.pid               held by the one process that writes
 
 Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.

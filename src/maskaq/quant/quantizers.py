@@ -108,7 +108,9 @@ class Quantizer(nn.Module):
 
     def _check_ready(self) -> None:
         if not self.ready:
-            raise RangeError(f"{self.site.name} has no range yet: call maskaq.init_ranges_(student, images, recipe.quantization) first")
+            raise RangeError(
+                f"{self.site.name} has no range yet: call maskaq.init_ranges_(student, images, recipe.quantization) first"
+            )
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super()._load_from_state_dict(*args, **kwargs)

@@ -5,7 +5,6 @@ They let anyone run everything in minutes, without a download. The cards beside 
 
 import json
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,10 +62,3 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-def write_test_sheet(images: Tensor, labels: Tensor, path: Path) -> None:
-    """Pack the first 100 test images of each class into the sheet that `test_images` reads."""
-    rows = [images[labels == label][:100] for label in range(10)]  # (100, 3, 32, 32) each
-    sheet = torch.stack(rows).permute(0, 3, 1, 4, 2).reshape(320, 3200, 3)
-    Image.fromarray(sheet.numpy()).save(path, optimize=True)

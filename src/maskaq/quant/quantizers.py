@@ -109,7 +109,7 @@ class Quantizer(nn.Module):
     def _check_ready(self) -> None:
         if not self.ready:
             raise RangeError(
-                f"{self.site.name} has no range yet: call maskaq.init_ranges_(student, images, recipe.quantization) first"
+                f"{self.site.name} has no range yet: first call maskaq.init_ranges_(student, images, scheme)"
             )
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]

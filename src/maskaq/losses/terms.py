@@ -4,8 +4,8 @@
     def brightness(v: SynthesisView) -> Tensor:      # (B,)
         return v.images.mean(dim=(1, 2, 3)).square()
 
-and `load_recipe("paper", "synthesis.terms.brightness=0.1")` switches it on. Each term gives one number per image, so that images do not
-feel the batch they are in.
+and `load_recipe("paper", "synthesis.terms.brightness=0.1")` switches it on. Each term gives one number per image, so
+that images do not feel the batch they are in.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maskaq import cli
+from maskaq import cli, zoo
 from maskaq.losses.terms import SYNTHESIS_TERMS
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +44,8 @@ def test_python_of_the_readme_runs_as_printed(snippet, tmp_path, monkeypatch):
 
 def test_commands_of_the_readme_run_in_their_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    images, labels = zoo.test_images()
+    monkeypatch.setattr(zoo, "test_images", lambda: (images[::10], labels[::10]))
     for words in filter(runs_here, MASKAQ):
         budget = ["--set", *SMALL.split()] if words[0] in ("demo", "quantize") else []
         assert cli.main([*words, *budget]) == 0, words
@@ -73,3 +75,9 @@ def test_ci_runs_the_readmes_test_command():
 def test_files_the_readme_links_to_exist():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_every_test_that_the_method_page_cites_exists():
+    cited = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "METHOD.md").read_text()))
+    written = set(re.findall(r"def (test_\w+)", "".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))))
+    assert cited and cited <= written, cited - written

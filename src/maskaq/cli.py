@@ -25,6 +25,8 @@ A run continues where it stopped when the same command is given again."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 interrupted."""
+    # Threads that wait by spinning take the cores from each other on a busy machine; read when torch is first imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = _parser()
     args = parser.parse_args(argv)
     args.words = sys.argv[1:] if argv is None else argv

@@ -453,6 +453,8 @@ REFUSED = {
     "eva": ("eva02_tiny_patch14_224", SMALL, "Eva is not a supported model"),
     "relative positions": ("vit_relpos_small_patch16_224", SMALL, "VisionTransformerRelPos is not a supported model"),
     "rotary": ("vit_small_patch16_rope_224", SMALL, "Eva is not a supported model"),
+    "convolutional stem": ("vitamin_small_224", {}, "no patch embedding by one convolution"),
+    "no block": ("vit_tiny_patch16_224", {**SMALL, "depth": 0}, "has no attention layer"),
     "differential attention": ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, r"'blocks.0.attn' \(Diff"),
 }
 
@@ -524,3 +526,13 @@ def test_matmul_multiplies_and_knows_its_signs():
     assert torch.equal(Matmul()(a, b), a @ b) and Matmul().signed == (True, True)
     products = AttentionProducts()
     assert (products.qk.signed, products.av.signed) == ((True, True), (False, True))
+
+
+def test_a_model_exposed_before_is_frozen_and_float_again():
+    exposed = expose(expose(vit()).half().train().requires_grad_(True))
+    assert not exposed.training and all(p.dtype == torch.float32 and not p.requires_grad for p in exposed.parameters())
+
+
+def test_a_model_without_patches_has_no_data_config():
+    with pytest.raises(ModelError, match="ResNet has no patch embedding .*Supported"):
+        data_config(timm.create_model("resnet18", pretrained=False))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from maskaq.config import Quantization, load_recipe
-from maskaq.errors import RangeError, RecipeError
+from maskaq.errors import ModelError, RangeError, RecipeError
 from maskaq.inspection import inspect_model
 from maskaq.models import Matmul, expose, geometry
 from maskaq.quant import grid
@@ -493,3 +493,9 @@ def test_an_inspected_float_layer_keeps_its_size():
     for name in ("patch_embed.proj", "head", "head_dist"):
         assert rows[name].weight_bits == rows[name].input_bits == "float"
         assert rows[name].quantized_bytes == rows[name].float_bytes
+
+
+def test_a_student_is_not_quantized_again():
+    student = quantized_twin(expose(plain_vit()), Quantization())
+    with pytest.raises(ModelError, match="quantized already"):
+        quantized_twin(student, Quantization())

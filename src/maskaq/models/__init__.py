@@ -25,13 +25,15 @@ _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 def expose(model: nn.Module) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model).float().eval().requires_grad_(False)
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
     if family is None:
         raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     layers = family.expose_(exposed)
     _refuse_unknown_layers(exposed)
+    if not layers:
+        raise ModelError(f"this {type(model).__name__} has no attention layer (its depth is 0). {_supported()}")
     config = data_config(model)
     exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
         layers=layers,
@@ -48,6 +50,8 @@ def expose(model: nn.Module) -> nn.Module:
 
 def data_config(model: Any) -> dict[str, Any]:
     """timm's data config of a model (size, mean, std, crop, interpolation), with the size it was built for."""
+    if not isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), nn.Conv2d):
+        raise ModelError(f"this {type(model).__name__} has no patch embedding by one convolution. {_supported()}")
     config = resolve_model_data_config(model)
     height, width = getattr(model.patch_embed, "img_size", None) or config["input_size"][1:]
     channels = model.patch_embed.proj.in_channels

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.config import Bits, Quantization
+from maskaq.errors import ModelError
 from maskaq.models import Matmul, geometry
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer, Site, make_quantizer
@@ -16,6 +17,8 @@ from maskaq.quant.quantizers import Quantizer, Site, make_quantizer
 
 def quantized_twin(teacher: nn.Module, scheme: Quantization) -> nn.Module:
     """A quantized copy of an exposed model. Its ranges are not set yet: `init_ranges_` does that."""
+    if quantizers(teacher):
+        raise ModelError("this model is quantized already; give the full-precision model it was made from")
     twin = copy.deepcopy(teacher)
     for name, module in list(twin.named_modules()):
         layer: nn.Module

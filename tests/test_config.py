@@ -244,6 +244,7 @@ def test_an_unknown_section_of_a_file_is_named_with_the_known_ones(tmp_path):
         ("synthesis.steps=true", "synthesis.steps: expected a whole number, got True"),
         ("synthesis.steps=", "synthesis.steps: expected a whole number, got ''"),
         ("synthesis.steps=[1]", "synthesis.steps: expected a whole number, got [1]"),
+        ("synthesis.batch=1" + "0" * 30, "synthesis.batch: expected a whole number below 2147483648, got 10"),
         ("synthesis.steps.x=1", "synthesis.steps: expected a whole number"),
         ("synthesis.lr=fast", "synthesis.lr: expected a finite number, got 'fast'"),
         ("synthesis.lr=false", "synthesis.lr: expected a finite number, got False"),

@@ -322,3 +322,9 @@ def test_a_synthetic_set_is_cut_joined_and_stored_as_one():
     assert len(whole) == 5 and whole[torch.tensor([3])].indices.tolist() == [13]
     for part in (parts, SyntheticSet(**whole.tensors()), whole.to("cpu")):
         assert all(torch.equal(a, b) for a, b in zip(part.tensors().values(), whole.tensors().values(), strict=True))
+
+
+def test_an_image_of_16_bits_is_refused_not_clipped_to_white(folder):
+    Image.new("I;16", (40, 40), 20_000).save(folder / "bee" / "deep.png")
+    with pytest.raises(DataError, match=r"bee/deep.png: more than 8 bits a channel; replace or remove it"):
+        evaluate(tiny_vit(), image_folder(folder, tiny_vit()))

@@ -332,6 +332,8 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
     if hint is int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise RecipeError(f"{dotted}: expected a whole number, got {value!r}")
+        if value >= 1 << 31:
+            raise RecipeError(f"{dotted}: expected a whole number below {1 << 31}, got {value}")
         return _within(value, limits, dotted)
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise RecipeError(f"{dotted}: expected a word, got {value!r}")

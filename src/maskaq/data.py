@@ -104,6 +104,8 @@ def _read_image(path: str, channels: int) -> Image.Image:
         raise DataError(f"the model takes {channels} channels; image files have 1 or 3")
     try:
         with Image.open(path) as image:
+            if image.mode[0] in "IF":  # Pillow would clip them to 8 bits, not scale them
+                raise ValueError("more than 8 bits a channel")
             return image.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and others for a damaged file
         raise DataError(f"cannot read the image {path}: {error}; replace or remove it") from error
@@ -127,7 +129,7 @@ def _class_map(folders: list[str], classes: int, root: Path, class_index: str | 
             )
         return list(range(classes))
     try:
-        table = json.loads(Path(class_index).read_text())
+        table = json.loads(Path(class_index).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the class index {class_index}: {error}") from error
     if not isinstance(table, dict) or not all(isinstance(v, int) and not isinstance(v, bool) for v in table.values()):

@@ -536,3 +536,42 @@ def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
     assert process.wait() == 0 and process.stderr.read() == b""
     assert b"\x1b[" in shown and b"calibrate, round 2 of 2" in shown
     assert_same(tensors(tmp_path / "run" / MODEL_FILE), tensors(finished / MODEL_FILE))
+
+
+def test_a_terminal_that_lacks_letters_still_gets_the_table(files, finished):
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = by_process("-m", "maskaq", "evaluate", str(finished), "--data", str(files / "data"), env=ascii_only)
+    assert done.returncode == 0 and all(row in done.stdout for row in ROWS) and "Traceback" not in done.stderr
+
+
+def test_a_table_is_shown_before_a_folder_that_cannot_be_written_is_named(call, files, finished, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, out, err = call("evaluate", finished, "--data", files / "data", "--device", "cpu")
+    assert code == 1 and all(row in out for row in ROWS) and "metrics.json: Read-only file system" in err
+
+
+def test_a_runs_weights_that_moved_are_given_and_others_are_told(call, files, tmp_path):
+    moved = tmp_path / "moved.safetensors"
+    moved.write_bytes((files / "vit.safetensors").read_bytes())
+    argv = quantize(files, tmp_path / "run")
+    argv[argv.index(str(files / "vit.safetensors"))] = str(moved)
+    assert call(*argv)[0] == 0
+    moved.unlink()
+    evaluate = ("evaluate", tmp_path / "run", "--data", files / "data", "--device", "cpu")
+    assert "no such file" in call(*evaluate)[1]
+    code, out, _ = call(*evaluate, "--checkpoint", files / "vit.safetensors")
+    assert code == 0 and "no such file" not in out
+    code, _, err = call(*evaluate, "--model-arg", "depth=3")
+    assert code == 1 and "knows its model" in err
+
+
+def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call, monkeypatch):
+    def allocate(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes.")
+
+    monkeypatch.setattr("maskaq.commands.inspect", allocate)
+    code, _, err = call("inspect", "cifar10_vit")
+    assert code == 1 and err.startswith("error: out of memory: lower synthesis.images")

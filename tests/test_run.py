@@ -2,6 +2,7 @@
 that is not the run's own."""
 
 import errno
+import json
 import os
 import signal
 from functools import partial
@@ -28,8 +29,9 @@ from helpers import (
     tiny_vit,
 )
 
-from maskaq import results
+from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
+from maskaq.config import to_toml
 from maskaq.errors import CheckpointError, DeviceError, RunFolderError
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
@@ -70,7 +72,7 @@ MOMENTS = {
     "before the first shard is saved": ("maskaq.runfolder:RunFolder.save_shard", 1, False),
     "between shards": ("maskaq.runfolder:RunFolder.save_shard", 1, True),
     "between a shard and its event": ("maskaq.runfolder:RunFolder.event", 2, False),
-    "while the first ranges are set": ("maskaq.run:ranges", 2, False),
+    "while the first ranges are set": ("maskaq.run:init_ranges_", 2, False),
     "in the first epoch": ("maskaq.calibration:Calibrator._step", 2, False),
     "in the second epoch": ("maskaq.calibration:Calibrator._step", 4, True),
     "before the checkpoint of the first round": ("maskaq.runfolder:RunFolder.event", 4, True),
@@ -126,7 +128,7 @@ def disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("write", [1, 3, 6, 9, 12, 17])
+@pytest.mark.parametrize("write", [1, 3, 6, 9, 12, 15])
 def test_a_full_disk_says_how_to_go_on_and_that_is_true(tmp_path, straight, monkeypatch, write):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -459,3 +461,38 @@ def test_a_run_that_is_not_finished_has_no_calibrated_model_and_says_how_to_get_
 def test_a_run_of_a_model_without_a_name_cannot_be_opened_and_says_why(straight):
     with pytest.raises(RunFolderError, match="was made from a model in memory"):
         results.open_run(straight(WARM))
+
+
+def test_a_moved_teachers_file_is_found_where_the_run_was_last_continued_with_it(opened, checkpoint):
+    model, source = from_file(checkpoint.rename(checkpoint.with_name("moved.safetensors")))
+    quantize(model, small_recipe(), opened.folder, source=source)
+    assert results.open_run(opened.folder).source["checkpoint"].endswith("moved.safetensors")
+    table = results.compare(results.open_run(opened.folder), batches, device="cpu")
+    assert all(isinstance(row, EvalResult) for row in table.values())
+
+
+def test_a_source_of_name_and_arguments_is_enough_to_evaluate(tmp_path, checkpoint):
+    model, source = from_file(checkpoint)
+    quantize(model, small_recipe(), tmp_path / "run", source={"name": source["name"], "args": source["args"]})
+    results.open_run(tmp_path / "run").calibrated()
+
+
+def test_a_run_json_without_its_recipe_is_damaged(opened):
+    record = json.loads((opened.folder / "run.json").read_text())
+    del record["identity"]["recipe"]
+    (opened.folder / "run.json").write_text(json.dumps(record))
+    with pytest.raises(RunFolderError, match="run.json is damaged .no 'recipe'."):
+        results.open_run(opened.folder)
+
+
+def test_the_model_file_of_another_run_is_refused_before_anything_is_evaluated(opened):
+    runfolder.write_tensors(opened.folder / MODEL_FILE, tiny_swin().state_dict())
+    with pytest.raises(RunFolderError, match="is of another model or recipe than the run; delete it"):
+        results.compare(opened, lambda model: pytest.fail("evaluated"), device="cpu")
+
+
+def test_bits_win_over_those_of_a_recipe_and_a_recipe_may_be_a_file(tmp_path):
+    (tmp_path / "recipe.toml").write_text(to_toml(small_recipe()))
+    for number, recipe in enumerate((small_recipe(), tmp_path / "recipe.toml")):
+        result = quantize(tiny_vit(), recipe, tmp_path / str(number), bits="W5a6")
+        assert RunFolder.read(result.folder).identity["recipe"]["quantization"]["bits"] == "w5a6"

@@ -506,3 +506,9 @@ def test_an_optimiser_saved_in_a_checkpoint_continues_bit_for_bit(run, make):
     step(model, optimiser, 3)
     step(model_2, optimiser_2, 3)
     assert torch.equal(model.weight, model_2.weight) and torch.equal(model.bias, model_2.bias)
+
+
+def test_a_path_that_is_not_utf_8_survives_in_json(tmp_path):
+    name = os.fsdecode(b"caf\xe9 \xc3\xbc")
+    write_json_atomic(tmp_path / "a.json", {"path": name})
+    assert json.loads((tmp_path / "a.json").read_bytes()) == {"path": name}

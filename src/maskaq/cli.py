@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 
@@ -27,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 interrupted."""
     # Threads that wait by spinning take the cores from each other on a busy machine; read when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):  # a terminal without ± or a path's letters gets them as \xb1
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     args = parser.parse_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
@@ -44,10 +48,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # `maskaq list models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":
+    except (RuntimeError, MemoryError) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red")
+        elif isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            errors.print(
+                "error: out of memory: lower synthesis.images, synthesis.batch or calibration.batch", style="red"
+            )
+        else:
             raise
-        errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red")
         return 1
     return 0
 
@@ -88,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("evaluate", "accuracy of a run (full precision, round to nearest, maskaq) or of a model")
     sub.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, or a model as in `quantize`")
-    sub.add_argument("--checkpoint", metavar="FILE", help="weights of the model (.safetensors, .pth, .bin)")
+    sub.add_argument("--checkpoint", metavar="FILE", help="weights of the model, or of a run's where they moved")
     sub.add_argument(
         "--model-arg", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="argument for timm"
     )

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.inspection import inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
-from maskaq.models import expose, geometry, supported_names
+from maskaq.models import data_config, expose, geometry, supported_names
 from maskaq.models.load import architecture_of, load_model
 from maskaq.quant.quantizers import QUANTIZERS
 
@@ -89,9 +90,9 @@ def _run(
         console.print(f"images are in {args.out}; go on with: maskaq calibrate {args.out}")
         return
     if table:
-        results.write_metrics(args.out, table, args.data)
         console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
         console.print(draw.won_back(table))
+        results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{run.MODEL_FILE}   ({draw.duration(time.monotonic() - began)})")
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {args.out} --data DIR")
@@ -105,14 +106,20 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     table: dict[str, EvalResult | str]
     with draw.watch_for(console) as watch:
         if is_run:
-            table = results.compare(results.open_run(args.model), batches, device=device, watch=watch)
-            results.write_metrics(args.model, table, args.data)
+            opened = results.open_run(args.model)
+            if args.model_arg:
+                raise ModelError(f"{args.model} is a run and knows its model: --model-arg is for a model's name")
+            if args.checkpoint:  # the run's weights file has moved; other weights are refused
+                opened = replace(opened, source={**opened.source, "checkpoint": args.checkpoint})
+            table = results.compare(opened, batches, device=device, watch=watch)
         else:
             model = load_model(args.model, args.checkpoint, _model_args(args.model_arg))
             loader = batches(model)
             watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
             table = {results.FULL_PRECISION: evaluate_model(model.to(device), loader, watch)}
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}"))
+    if is_run:
+        results.write_metrics(args.model, table, args.data)
     if args.json:
         runfolder.write_json_atomic(args.json, results.plain(table))
 
@@ -162,7 +169,7 @@ def _batches(args: argparse.Namespace) -> Callable[[nn.Module], DataLoader]:
     def batches(model: Any) -> DataLoader:
         if args.data == DEMO_DATA:
             images, labels = zoo.test_images()
-            if model.num_classes != 10 or tuple(model.patch_embed.img_size) != (32, 32):
+            if model.num_classes != 10 or data_config(model)["input_size"] != (3, 32, 32):
                 raise DataError(
                     f"{DEMO_DATA} is for the embedded CIFAR-10 models; give --data DIR for {type(model).__name__}"
                 )

@@ -72,17 +72,30 @@ class OpenedRun:
             )
         student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
         tensors, _ = runfolder.read_tensors(self.folder / MODEL_FILE)
-        student.load_state_dict(tensors)
+        try:
+            student.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise RunFolderError(
+                f"{self.folder / MODEL_FILE} is of another model or recipe than the run; delete it and run "
+                "`maskaq calibrate DIR`: it is made anew"
+            ) from error
         return student
 
 
 def open_run(folder: str | Path) -> OpenedRun:
     """A run folder for reading."""
     run = RunFolder.read(folder)
-    source = run.facts.get("source")
+    source = run.source
     if not source:
         raise RunFolderError(f"{folder} was made from a model in memory, without a name: load its model file in Python")
-    return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source)
+    try:
+        source = {"args": {}, "checkpoint": None, **source}
+        source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}
+        return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source)
+    except (KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{run.path('run.json')} is damaged (no {error}): put the file back from a copy, or start anew"
+        ) from error
 
 
 def compare(
@@ -91,13 +104,12 @@ def compare(
     """Accuracy of the teacher, of both uncalibrated models and of the calibrated one; a reason where one is missing."""
     watch = watch or Watch()
     table: dict[str, EvalResult | str] = {}
-    makers = {FULL_PRECISION: run.teacher, NEAREST: run.nearest, SEARCHED: run.searched, CALIBRATED: run.calibrated}
+    calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
+    makers = {FULL_PRECISION: run.teacher, NEAREST: run.nearest, SEARCHED: run.searched, CALIBRATED: lambda: calibrated}
     for name, make in makers.items():
         try:
             model = make()
         except MaskaqError as error:
-            if name == CALIBRATED:
-                raise
             table[name] = str(error)  # the teacher's file may be gone; the student must not suffer for it
             continue
         loader = batches(model)

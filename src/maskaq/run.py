@@ -43,7 +43,7 @@ class Result:
 
 def quantize(
     model: nn.Module,
-    recipe: Recipe | str = "quick",
+    recipe: Recipe | str | Path = "quick",
     out: str | Path = "runs/maskaq",
     *,
     bits: str | None = None,
@@ -59,11 +59,15 @@ def quantize(
 
     Args:
         recipe: a Recipe, or the name or file of one.
+        bits: wXaY, in place of the recipe's.
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
         forecast: tell the watch how long it will take, from a few steps.
     """
-    recipe = load_recipe(recipe, bits=bits) if isinstance(recipe, str) else recipe
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe, bits=bits)
+    elif bits is not None:
+        recipe = replace(recipe, quantization=replace(recipe.quantization, bits=bits.strip().lower()))
     watch = watch or Watch()
     teacher = expose(model).to(pick_device(device))
     student = quantized_twin(teacher, recipe.quantization)

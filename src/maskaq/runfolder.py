@@ -88,7 +88,9 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
     """Puts obj at path as readable JSON, like `write_bytes_atomic`."""
-    write_bytes_atomic(path, (json.dumps(obj, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
+    # A path that is not UTF-8 comes as surrogates, whose backslash form is also their JSON escape.
+    write_bytes_atomic(path, text.encode(errors="backslashreplace"))
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -283,6 +285,9 @@ class RunFolder:
         self.root = root
         self.identity: dict[str, Any] = run["identity"]
         self.facts: dict[str, Any] = run["facts"]
+        sources = [facts.get("source") for facts in (run["facts"], *run.get("resumed", []))]
+        self.source: dict[str, Any] | None = next((source for source in reversed(sources) if source), None)
+        """What the model is and where its weights were when the run was last continued."""
         self._lock = lock
 
     @classmethod

@@ -32,7 +32,7 @@ from helpers import (
 from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import to_toml
-from maskaq.errors import CheckpointError, DeviceError, RunFolderError
+from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
@@ -496,3 +496,14 @@ def test_bits_win_over_those_of_a_recipe_and_a_recipe_may_be_a_file(tmp_path):
     for number, recipe in enumerate((small_recipe(), tmp_path / "recipe.toml")):
         result = quantize(tiny_vit(), recipe, tmp_path / str(number), bits="W5a6")
         assert RunFolder.read(result.folder).identity["recipe"]["quantization"]["bits"] == "w5a6"
+
+
+def test_a_student_that_diverges_in_its_last_step_is_not_saved(tmp_path, monkeypatch):
+    def diverge(calibrator, data, epoch):
+        next(calibrator.student.parameters()).data.fill_(torch.inf)
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(Calibrator, "epoch", diverge)
+    with pytest.raises(CalibrationError, match=r"became NaN or Inf by epoch \d.*calibration\.lr"):
+        quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    assert not (tmp_path / "run" / MODEL_FILE).exists()

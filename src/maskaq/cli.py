@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("calibrate", "go on with a run folder: calibration, refreshes, final model")
     sub.add_argument("folder", metavar="RUN", help="run folder of `synthesize` or `quantize`")
+    sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
     _device_option(sub)
     _data_options(sub, required=False)
 

@@ -52,7 +52,7 @@ def synthesize(args: argparse.Namespace, console: Console) -> None:
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     opened = results.open_run(args.folder)
-    source = opened.source
+    source = opened.source | ({"checkpoint": str(Path(args.checkpoint).resolve())} if args.checkpoint else {})
     args.out, args.model, args.seed = args.folder, source["name"], opened.seed
     _run(args, console, opened.recipe, load_model(source["name"], source["checkpoint"], source["args"]), source, False)
 

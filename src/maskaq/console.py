@@ -161,4 +161,5 @@ def won_back(rows: dict[str, EvalResult | str]) -> str:
         return ""
     lost = full.top1 - nearest.top1
     share = 100 * (ours.top1 - nearest.top1) / lost
-    return f"round to nearest loses {lost:.1f} points of top-1; maskaq wins back {share:.0f} % of them"
+    outcome = f"maskaq wins back {share:.0f} % of them" if share >= 0 else "maskaq is worse still: calibrate for longer"
+    return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"

@@ -35,6 +35,7 @@ class Calibrator:
         self.geometry = geometry(teacher).to(self.device)
         self.objective = Objective(CALIBRATION_TERMS, self.config.terms, "calibration.terms")
         self.points = tuple(need for need in ("heads", "blocks") if need in self.objective.needs)
+        self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
         self.micro_batch = self.config.batch
 
@@ -52,12 +53,15 @@ class Calibrator:
             for name, value in parts.items():
                 sums[name] += value * len(chosen)
             if not math.isfinite(parts["loss"]):
-                raise CalibrationError(
-                    f"the calibration loss became {parts['loss']} in epoch {epoch}, step {step}; lower calibration.lr "
-                    f"(now {self.config.lr}) or set calibration.clip_grad, in a new run folder"
-                )
+                raise self.diverged(f"the calibration loss became {parts['loss']} in epoch {epoch}, step {step}")
             self.watch.advance(len(chosen), loss=parts["loss"])
         return {name: total / len(data) for name, total in sums.items()} | {"lr": self.optimizer.param_groups[0]["lr"]}
+
+    def diverged(self, what: str) -> CalibrationError:
+        """The error for a student that is no longer finite, with what to do about it."""
+        return CalibrationError(
+            f"{what}; lower calibration.lr (now {self.config.lr}) or set calibration.clip_grad, in a new run folder"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -68,13 +72,12 @@ class Calibrator:
     def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, float]:
         """One optimiser step, in parts that fit the memory."""
         views = self._augmented(batch, epoch)  # of the whole batch: mixing takes from all of it
-        activations = [q for q in quantizers(self.student).values() if q.site.role == "activation"]
         while True:
             try:
                 self.optimizer.zero_grad(set_to_none=True)
                 sums: dict[str, float] = defaultdict(float)
                 for part in views.split(self.micro_batch):
-                    for quantizer in activations:
+                    for quantizer in self.activations:
                         quantizer.share = len(part) / len(batch)
                     total, parts = self.objective(self._view(part))
                     (total.sum() / len(batch)).backward()

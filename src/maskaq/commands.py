@@ -38,7 +38,7 @@ def quantize(args: argparse.Namespace, console: Console, only_images: bool = Fal
     source = {
         "name": args.model,
         "args": model_args,
-        "checkpoint": str(Path(args.checkpoint).resolve()) if args.checkpoint else None,
+        "checkpoint": _absolute(args.checkpoint) if args.checkpoint else None,
         "architecture": architecture_of(model, args.model, model_args),
         "command": shlex.join(["maskaq", *args.words]),
     }
@@ -51,8 +51,8 @@ def synthesize(args: argparse.Namespace, console: Console) -> None:
 
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
-    opened = results.open_run(args.folder)
-    source = opened.source | ({"checkpoint": str(Path(args.checkpoint).resolve())} if args.checkpoint else {})
+    opened = _opened(args.folder, args.checkpoint)
+    source = opened.source
     args.out, args.model, args.seed = args.folder, source["name"], opened.seed
     _run(args, console, opened.recipe, load_model(source["name"], source["checkpoint"], source["args"]), source, False)
 
@@ -106,11 +106,9 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     table: dict[str, EvalResult | str]
     with draw.watch_for(console) as watch:
         if is_run:
-            opened = results.open_run(args.model)
             if args.model_arg:
                 raise ModelError(f"{args.model} is a run and knows its model: --model-arg is for a model's name")
-            if args.checkpoint:  # the run's weights file has moved; other weights are refused
-                opened = replace(opened, source={**opened.source, "checkpoint": args.checkpoint})
+            opened = _opened(args.model, args.checkpoint)
             table = results.compare(opened, batches, device=device, watch=watch)
         else:
             model = load_model(args.model, args.checkpoint, _model_args(args.model_arg))
@@ -184,6 +182,16 @@ def _batches(args: argparse.Namespace) -> Callable[[nn.Module], DataLoader]:
         )
 
     return batches
+
+
+def _opened(folder: str, checkpoint: str | None) -> results.OpenedRun:
+    """A run, with its weights file where the user says it is now; other weights than the run's are refused later."""
+    opened = results.open_run(folder)
+    return replace(opened, source=opened.source | {"checkpoint": _absolute(checkpoint)}) if checkpoint else opened
+
+
+def _absolute(file: str) -> str:
+    return str(Path(file).resolve())
 
 
 def _model_args(pairs: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ class OpenedRun:
 
     def teacher(self) -> nn.Module:
         """The full-precision model, from where the run took it; refused if its weights are others now."""
+        return self._teacher
+
+    @cached_property
+    def _teacher(self) -> nn.Module:
         model = load_model(self.source["name"], self.source["checkpoint"], self.source["args"])
         if weights_digest(model) != RunFolder.read(self.folder).identity["model"]["weights"]:
             raise CheckpointError(

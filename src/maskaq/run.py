@@ -20,7 +20,7 @@ from maskaq import randomness, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
-from maskaq.errors import CalibrationError, DeviceError, SynthesisError
+from maskaq.errors import DeviceError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
@@ -158,10 +158,8 @@ def _save_model(run: RunFolder, student: nn.Module) -> None:
 def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:
     ill = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
     if ill:
-        raise CalibrationError(
-            f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first; lower "
-            f"calibration.lr (now {calibrator.config.lr}) or set calibration.clip_grad, in a new run folder"
-        )
+        what = f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first"
+        raise calibrator.diverged(what)
     state = {"student": dict(student.state_dict()), "optimizer": calibrator.state_dict()}
     tensors, layout = runfolder.flatten_state(state)
     run.save_checkpoint(tensors, {"epoch": epoch, "layout": layout})

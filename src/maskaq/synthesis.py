@@ -13,7 +13,7 @@ from maskaq.data import SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
-from maskaq.taps import taps
+from maskaq.taps import Taps, taps
 from maskaq.watch import Watch
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
@@ -111,7 +111,9 @@ class Synthesizer:
                 self.watch.advance(len(images))
         return images.detach()
 
-    def _view(self, images: Tensor, labels: Tensor, keys: Tensor, progress: float, seen, seen_student) -> SynthesisView:  # type: ignore[no-untyped-def]
+    def _view(
+        self, images: Tensor, labels: Tensor, keys: Tensor, progress: float, seen: Taps, seen_student: Taps
+    ) -> SynthesisView:
         config, layers = self.config, self.geometry.layers
         roll = round(config.roll * min(self.geometry.image_size)) * (1 if progress < 0.5 else 2)
         jittered = jitter(images, keys, roll=roll, noise=config.noise * (1 - progress), colour=config.colour)

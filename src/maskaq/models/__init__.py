@@ -24,12 +24,12 @@ _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 
 def expose(model: nn.Module) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
-    if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
-        return copy.deepcopy(model).float().eval().requires_grad_(False)
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
     if family is None:
         raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
+    if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
+        return exposed
     layers = family.expose_(exposed)
     _refuse_unknown_layers(exposed)
     if not layers:

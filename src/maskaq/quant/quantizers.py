@@ -174,15 +174,10 @@ class Static(Quantizer):
 
 
 @quantizer("minmax")
-class MinMax(Quantizer):
+class MinMax(Static):
     """Symmetric weights whose range follows them while they are trained: the largest magnitude of each channel."""
 
     roles = ("weight",)
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self.register_buffer("scale", torch.full((site.channels or 1,), math.nan))
-        self.register_buffer("zero_point", torch.zeros(site.channels or 1))
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         self._follow(x)

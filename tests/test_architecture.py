@@ -15,12 +15,13 @@ SOURCE = Path(maskaq.__file__).parent
 # From the bottom up. A module imports from the rows above its own, and within its own package.
 LAYERS = [
     {"errors", "randomness", "shapes", "watch", "zoo"},
-    {"config", "masks", "augment", "losses", "models", "runfolder"},
+    {"config", "kernels", "masks", "augment", "losses", "models", "runfolder"},
     {"taps", "quant", "data"},
+    {"engine"},
     {"synthesis", "evaluation", "inspection"},
     {"calibration"},
     {"run"},
-    {"results"},
+    {"results", "bench"},
     {"console"},
     {"cli"},
     {"commands"},

@@ -477,7 +477,17 @@ def test_relative_error_to_a_constant_teacher_is_finite():
 
 
 def vit_layer(prefix: int = 2, *, class_query: bool = True) -> Layer:
-    return Layer("a", "b", grid=(2, 3), prefix_tokens=prefix, class_query=class_query)
+    return Layer("a", "b", grid=(2, 3), prefix_tokens=prefix)
+
+
+def received(raw: Tensor, prefix: int, class_query: bool) -> Tensor:
+    return raw[:, :, 0] if class_query else raw[:, :, prefix:].mean(dim=2)
+
+
+def attentions(maps: list[Tensor]) -> list[Tensor]:
+    """(B, N) of each of the mixed layers: two ViTs that read a class token, one Swin."""
+    pairs = zip(mixed_layers(), maps, strict=False)
+    return [x.patch_attention(received(raw, x.prefix_tokens, x.prefix_tokens > 0)) for x, raw in pairs]
 
 
 def swin_layer() -> tuple[Layer, list[int]]:
@@ -524,14 +534,14 @@ def test_maps_of_a_windowed_layer_keep_the_windows_of_an_image_together():
 @pytest.mark.parametrize(("prefix", "class_query"), [(1, True), (2, True), (0, False), (2, False)])
 def test_patch_attention_of_a_vit_is_the_class_row_or_else_the_mean_over_patch_queries(prefix, class_query):
     raw = draw(3, 2, prefix + 6, prefix + 6)
-    got = vit_layer(prefix, class_query=class_query).patch_attention(raw)
+    got = vit_layer(prefix).patch_attention(received(raw, prefix, class_query))
     near(got, loop_patch_attention(raw, 1, prefix, class_query, list(range(6))))
 
 
 def test_patch_attention_of_shifted_windows_lies_in_raster_order():
     layer, patch_of_token = swin_layer()
     raw = draw(6, 3, 4, 4)
-    near(layer.patch_attention(raw), loop_patch_attention(raw, 2, 0, False, patch_of_token))
+    near(layer.patch_attention(received(raw, 0, False)), loop_patch_attention(raw, 2, 0, False, patch_of_token))
 
 
 def test_patch_heads_of_a_vit_drop_the_prefix():
@@ -604,7 +614,8 @@ def synthesis_view(**changes: Any) -> SynthesisView:
         "logits": draw(3, 5, seed=3),
         "layers": mixed_layers(),
         "maps": raw_maps(),
-        "student_maps": raw_maps(seed=50),
+        "attention": attentions(raw_maps()),
+        "student_attention": attentions(raw_maps(seed=50)),
         "masks": random_masks(),
     }
     return SynthesisView(**values | changes)
@@ -666,7 +677,7 @@ def loop_alignment(view: SynthesisView) -> list[float]:
     layouts = [(1, 2, True, list(range(6))), (1, 2, True, list(range(6))), (2, 0, False, swin_layer()[1])]
     totals = [0.0] * 3
     for layer, p, q, (windows, prefix, class_query, order) in zip(
-        view.layers, view.maps, view.student_maps, layouts, strict=True
+        view.layers, raw_maps(), raw_maps(seed=50), layouts, strict=True
     ):
         alpha_p = loop_patch_attention(p, windows, prefix, class_query, order).tolist()
         alpha_q = loop_patch_attention(q, windows, prefix, class_query, order).tolist()
@@ -683,7 +694,9 @@ def test_attention_alignment_equals_the_loop_over_layers_of_equation_14():
 def test_attention_alignment_of_shifted_windows_is_non_zero_and_moves_teacher_and_student():
     layer, _ = swin_layer()
     p, q = draw(6, 3, 4, 4).requires_grad_(), draw(6, 3, 4, 4, seed=1).requires_grad_()
-    value = value_of("attention_alignment", synthesis_view(layers=[layer], maps=[p], student_maps=[q]))
+    alphas = [layer.patch_attention(received(raw, 0, False)) for raw in (p, q)]
+    view = synthesis_view(layers=[layer], attention=alphas[:1], student_attention=alphas[1:])
+    value = value_of("attention_alignment", view)
     assert (value > 0).all()
     for gradient in torch.autograd.grad(value.sum(), (p, q)):
         assert (gradient.unflatten(0, (3, 2)).abs().sum(dim=(1, 2, 3, 4)) > 0).all()
@@ -698,25 +711,27 @@ def test_attention_alignment_of_windows_equals_that_of_one_window_with_the_same_
         whole[:, 0, 0, 1:] = loop_patch_attention(raw, 2, 0, False, patch_of_token)
         return whole
 
-    vit = Layer("a", "b", grid=(2, 4), prefix_tokens=1, class_query=True)
-    one = value_of("attention_alignment", synthesis_view(layers=[layer], maps=[p], student_maps=[q]))
-    other = synthesis_view(layers=[vit], maps=[as_class_row(p)], student_maps=[as_class_row(q)])
-    near(one, value_of("attention_alignment", other))
+    def view(layer: Layer, p: Tensor, q: Tensor, class_query: bool) -> SynthesisView:
+        alphas = [layer.patch_attention(received(raw, layer.prefix_tokens, class_query)) for raw in (p, q)]
+        return synthesis_view(layers=[layer], attention=alphas[:1], student_attention=alphas[1:])
+
+    vit = Layer("a", "b", grid=(2, 4), prefix_tokens=1)
+    one = value_of("attention_alignment", view(layer, p, q, class_query=False))
+    near(one, value_of("attention_alignment", view(vit, as_class_row(p), as_class_row(q), class_query=True)))
 
 
 def test_attention_alignment_under_a_full_mask_without_drop_is_the_plain_mean_difference():
     view = synthesis_view()
     masks, wanted = {}, torch.zeros(3, dtype=torch.float64)
-    for layer, p, q in zip(view.layers, view.maps, view.student_maps, strict=True):
-        alpha = layer.patch_attention(p)
+    for layer, alpha, q in zip(view.layers, view.attention, view.student_attention, strict=True):
         k = mask_size(alpha.shape[1], 0.3, 1.0, 1.0)
         masks[layer.grid] = thin(top_patches(alpha, k), kept_size(k, 0.0, 1), image_keys(0, torch.arange(3)))
-        wanted += (alpha - layer.patch_attention(q)).abs().mean(dim=1)
+        wanted += (alpha - q).abs().mean(dim=1)
     near(value_of("attention_alignment", synthesis_view(masks=masks)), wanted)
 
 
 def test_attention_alignment_of_equal_models_is_zero():
-    near(value_of("attention_alignment", synthesis_view(student_maps=raw_maps())), [0, 0, 0])
+    near(value_of("attention_alignment", synthesis_view(student_attention=attentions(raw_maps()))), [0, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["head_structure", "head_cosine", "head_mse"])
@@ -746,7 +761,7 @@ def test_every_calibration_term_is_zero_for_a_student_equal_to_its_teacher(name)
 
 def test_layers_without_their_maps_are_an_error_not_a_shorter_sum():
     with pytest.raises(ValueError, match="zip"):
-        value_of("attention_alignment", synthesis_view(student_maps=raw_maps()[:2]))
+        value_of("attention_alignment", synthesis_view(student_attention=attentions(raw_maps()[:2])))
 
 
 @pytest.mark.parametrize("terms", [SYNTHESIS_TERMS, CALIBRATION_TERMS], ids=["synthesis", "calibration"])

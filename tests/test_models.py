@@ -223,12 +223,14 @@ def test_a_model_built_without_timms_factory_is_exposed_too():
     ],
 )
 def test_vit_geometry_counts_prefix_tokens_and_knows_the_class_query(kwargs, prefix, reads_class):
-    facts = geometry(expose(vit(**kwargs)))
+    exposed = expose(vit(**kwargs))
+    facts = geometry(exposed)
     assert [(x.attention, x.block) for x in facts.layers] == [(f"blocks.{i}.attn", f"blocks.{i}") for i in range(2)]
     side = 32 // kwargs.get("patch_size", 8)
     for layer in facts.layers:
         assert (layer.grid, layer.windows, layer.raster) == ((side, side), 1, None)
-        assert (layer.prefix_tokens, layer.class_query) == (prefix, reads_class)
+        attention = exposed.get_submodule(layer.attention)
+        assert layer.prefix_tokens == attention.prefix_tokens == prefix and attention.class_query == reads_class
 
 
 def test_geometry_knows_image_classes_and_the_first_and_last_layers():
@@ -263,21 +265,22 @@ def test_swin_geometry_counts_windows_of_every_stage():
     assert [x.attention for x in layers[:3]] == [f"layers.{i}.blocks.{j}.attn" for i, j in [(0, 0), (0, 1), (1, 0)]]
     assert [x.grid for x in layers] == [(10, 10)] * 2 + [(5, 5)] * 2 + [(3, 3)] * 2
     assert [x.windows for x in layers] == [9, 9, 4, 4, 4, 4]
-    assert all(x.prefix_tokens == 0 and not x.class_query for x in layers)
+    assert all(x.prefix_tokens == 0 for x in layers)
 
 
 @every_variant
 def test_geometry_agrees_with_what_the_blocks_give(build):
     exposed = expose(build())
     facts, images = geometry(exposed), images_for(exposed, n=2)
-    with taps(exposed, "probs", "heads", "blocks") as seen, torch.no_grad():
+    with taps(exposed, "probs", "probs_received", "heads", "blocks") as seen, torch.no_grad():
         exposed(images)
         assert len(seen["heads"]) == len(facts.layers) == len({x.attention for x in facts.layers})
-        for layer, probs, heads, block in zip(facts.layers, seen["probs"], seen["heads"], seen["blocks"], strict=True):
+        points = (seen[name] for name in ("probs", "probs_received", "heads", "blocks"))
+        for layer, probs, received, heads, block in zip(facts.layers, *points, strict=True):
             patches = layer.grid[0] * layer.grid[1]
             assert len(heads) == 2 * layer.windows
             assert layer.patch_heads(heads).shape == (2, heads.shape[1], patches, heads.shape[3])
-            assert layer.patch_attention(probs).shape == (2, patches)
+            assert layer.patch_attention(received).shape == (2, patches)
             assert layer.maps(probs).shape[:3] == (2, layer.windows, heads.shape[1])
             on_grid = block.shape[1:3] if block.dim() == 4 else (block.shape[1] - layer.prefix_tokens,)
             assert tuple(on_grid) == (layer.grid if block.dim() == 4 else (patches,))
@@ -326,12 +329,13 @@ class OnlyItself(nn.Module):
 @pytest.mark.parametrize("kwargs", [{}, {"img_size": 40}, {"img_size": (24, 40), "window_size": 7}])
 def test_swin_patch_attention_and_heads_equal_window_reverse_and_roll(kwargs):
     exposed = expose(swin(**kwargs))
-    with taps(exposed, "probs", "heads") as seen, torch.no_grad():
+    with taps(exposed, "probs", "probs_received", "heads") as seen, torch.no_grad():
         exposed(images_for(exposed, n=2))
-        for layer, probs, heads in zip(geometry(exposed).layers, seen["probs"], seen["heads"], strict=True):
+        points = (seen[name] for name in ("probs", "probs_received", "heads"))
+        for layer, probs, received, heads in zip(geometry(exposed).layers, *points, strict=True):
             block = exposed.get_submodule(layer.block)
-            received = probs.mean(dim=(1, 2))[..., None]  # (B*W, T, 1)
-            torch.testing.assert_close(layer.patch_attention(probs), raster(received, block, layer.grid)[..., 0])
+            wanted = raster(probs.mean(dim=(1, 2))[..., None], block, layer.grid)[..., 0]
+            torch.testing.assert_close(layer.patch_attention(received), wanted)
             merged = raster(heads.transpose(1, 2).flatten(2), block, layer.grid)  # (B, N, H*D)
             expected = merged.unflatten(2, heads.shape[1::2]).transpose(1, 2)
             assert torch.equal(layer.patch_heads(heads), expected)
@@ -345,16 +349,23 @@ def raster(tokens, block, grid):
     return merged[:, :height, :width].roll(tuple(block.shift_size), dims=(1, 2)).flatten(1, 2)
 
 
-def test_patch_attention_is_the_class_row_where_the_class_token_is_read():
-    layer = geometry(expose(vit(reg_tokens=1))).layers[0]
-    probs = torch.rand(2, 2, 18, 18)
-    torch.testing.assert_close(layer.patch_attention(probs), probs[:, :, 0, 2:].mean(dim=1))
-
-
-def test_patch_attention_is_the_mean_over_patch_queries_without_a_class_query():
-    layer = geometry(expose(vit(global_pool="avg"))).layers[0]
-    probs = torch.rand(2, 2, 17, 17)
-    torch.testing.assert_close(layer.patch_attention(probs), probs[:, :, 1:, 1:].mean(dim=(1, 2)))
+@pytest.mark.parametrize("point", ["scores", "probs"])
+@pytest.mark.parametrize(
+    ("build", "wanted"),
+    [
+        (partial(vit, reg_tokens=1), lambda maps: maps[:, :, 0, 2:].mean(dim=1)),
+        (partial(vit, global_pool="avg"), lambda maps: maps[:, :, 1:, 1:].mean(dim=(1, 2))),
+    ],
+    ids=["class token read", "patches averaged"],
+)
+def test_patch_attention_is_the_class_row_where_the_class_token_is_read_else_the_mean_over_patches(
+    build, wanted, point
+):
+    exposed = expose(build())
+    with taps(exposed, point, f"{point}_received") as seen, torch.no_grad():
+        exposed(images_for(exposed))
+        for layer, maps, received in zip(geometry(exposed).layers, seen[point], seen[f"{point}_received"], strict=True):
+            torch.testing.assert_close(layer.patch_attention(received), wanted(maps))
 
 
 # --- taps --------------------------------------------------------------------------------------------------------
@@ -406,7 +417,8 @@ def test_taps_keep_the_latest_pass_and_its_gradient():
 
 
 def hooks_in(model):
-    return sum(len(m._forward_hooks) for m in model.modules())
+    """Hooks, and points that are listened to."""
+    return sum(len(m._forward_hooks) + len(getattr(m, "tapped", ())) for m in model.modules())
 
 
 def test_hooks_are_gone_after_the_with_and_after_an_exception():

@@ -15,7 +15,7 @@ from torch import Tensor
 from maskaq.randomness import fold, normal, uniform
 
 
-def _between(keys: Tensor, purpose: str, low: float, high: float, *shape: int) -> Tensor:
+def _between(keys: Tensor, purpose: str, low: float, high: float | Tensor, *shape: int) -> Tensor:
     """(B,) keys -> (B, *shape) floats drawn uniformly from [low, high]."""
     return low + (high - low) * uniform(fold(keys, purpose), *shape)
 
@@ -50,20 +50,21 @@ def roll_each(images: Tensor, offsets: Tensor) -> Tensor:
     return rolled
 
 
-def roll_offsets(keys: Tensor, roll: int) -> Tensor:
+def roll_offsets(keys: Tensor, roll: int | Tensor) -> Tensor:
     """(B,) keys -> (B, 2) int64 offsets (rows, columns), each uniform over the integers in [-roll, roll]."""
     return _between(keys, "roll", 0, 2 * roll + 1, 2).long() - roll
 
 
-def jitter(images: Tensor, keys: Tensor, *, roll: int, noise: float, colour: float) -> Tensor:
+def jitter(images: Tensor, keys: Tensor, *, roll: int | Tensor, noise: float | Tensor, colour: float) -> Tensor:
     """(B, C, H, W) images, each rolled by up to `roll` pixels an axis, then recoloured; differentiable in images.
 
     Each channel of each image becomes (x + n - m) / s with n ~ noise * N(0, 1), m ~ U(-colour, colour) and
     s = exp(U(-colour, colour)). A setting of 0 turns its part off. Keys should already contain the step.
+    Settings that change from step to step may be 0-dim tensors, so that nothing waits for their values.
     """
-    if roll:
+    if isinstance(roll, Tensor) or roll:
         images = roll_each(images, roll_offsets(keys, roll))
-    if not (noise or colour):
+    if not (isinstance(noise, Tensor) or noise or colour):
         return images
     channels = images.shape[1]
     shift = noise * normal(fold(keys, "noise"), channels) - _between(keys, "mean", -colour, colour, channels)

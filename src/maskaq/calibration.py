@@ -1,9 +1,11 @@
 """Fit the student to the teacher on synthetic images (masked calibration, Sec. 2.3, Eq. 16)."""
 
 import math
-from collections import defaultdict
-from contextlib import ExitStack
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from maskaq import masks, randomness
 from maskaq.augment import mix, simclr
 from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, to_pixels
+from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
@@ -27,10 +30,17 @@ class Calibrator:
     """Owns the student's optimiser. One call of `epoch` is one pass over the images."""
 
     def __init__(
-        self, teacher: nn.Module, student: nn.Module, recipe: Recipe, *, seed: int = 0, watch: Watch | None = None
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        recipe: Recipe,
+        *,
+        seed: int = 0,
+        watch: Watch | None = None,
+        engine: Engine = PLAIN,
     ) -> None:
         self.teacher, self.student, self.config, self.seed = teacher, student, recipe.calibration, seed
-        self.watch = watch or Watch()
+        self.watch, self.engine = watch or Watch(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.objective = Objective(CALIBRATION_TERMS, self.config.terms, "calibration.terms")
@@ -38,24 +48,40 @@ class Calibrator:
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
         self.micro_batch = self.config.batch
+        self._trays: dict[int, _Tray] = {}
+        self._data: SyntheticSet | None = None
+        self._data_near: SyntheticSet
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images, shuffled and augmented anew; returns the mean of each loss term.
 
         Depends on the epoch's number alone, not on what ran before: a resumed run repeats nothing and skips nothing.
         """
-        order = randomness.permutation(self.seed, epoch, len(data))
-        sums: dict[str, float] = defaultdict(float)
-        batches = order.split(self.config.batch)
-        for step, chosen in enumerate(batches):
-            self._set_lr((epoch + step / len(batches)) / max(1, self.config.epochs))
-            parts = self._step(data[chosen].to(self.device), epoch)
-            for name, value in parts.items():
-                sums[name] += value * len(chosen)
-            if not math.isfinite(parts["loss"]):
-                raise self.diverged(f"the calibration loss became {parts['loss']} in epoch {epoch}, step {step}")
-            self.watch.advance(len(chosen), loss=parts["loss"])
-        return {name: total / len(data) for name, total in sums.items()} | {"lr": self.optimizer.param_groups[0]["lr"]}
+        data = self._near(data)
+        batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
+        sums: dict[str, Tensor] = {}
+        looked = -math.inf
+        with ExitStack() as stack:
+            for model in (self.teacher, self.student):
+                stack.enter_context(self.engine.applied(model))
+            self.seen = stack.enter_context(taps(self.teacher, *self.points))  # type: ignore[arg-type]
+            self.seen_student = stack.enter_context(taps(self.student, *self.points))  # type: ignore[arg-type]
+            for step, chosen in enumerate(batches):
+                self._set_lr((epoch + step / len(batches)) / max(1, self.config.epochs))
+                for name, value in self._step(data[chosen], epoch).items():
+                    sums[name] = sums.get(name, 0) + value * len(chosen)
+                metrics = {}
+                if step == len(batches) - 1 or time.monotonic() - looked > self.engine.seconds_between_looks:
+                    loss, looked = (
+                        float(sums["loss"]) / min((step + 1) * self.config.batch, len(data)),
+                        time.monotonic(),
+                    )
+                    if not math.isfinite(loss):
+                        raise self.diverged(f"the calibration loss became {loss} in epoch {epoch}, step {step}")
+                    metrics["loss"] = loss
+                self.watch.advance(len(chosen), **metrics)
+        means = {name: float(total) / len(data) for name, total in sums.items()}
+        return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""
@@ -64,70 +90,102 @@ class Calibrator:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        state = self.optimizer.state_dict()
+        return state | {"param_groups": [group | {"lr": float(group["lr"])} for group in state["param_groups"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"], device=self.device)
 
-    def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, float]:
-        """One optimiser step, in parts that fit the memory."""
-        views = self._augmented(batch, epoch)  # of the whole batch: mixing takes from all of it
-        while True:
-            try:
-                self.optimizer.zero_grad(set_to_none=True)
-                sums: dict[str, float] = defaultdict(float)
-                for part in views.split(self.micro_batch):
-                    for quantizer in self.activations:
-                        quantizer.share = len(part) / len(batch)
-                    total, parts = self.objective(self._view(part))
-                    (total.sum() / len(batch)).backward()
-                    for name, value in ({"loss": total.detach().mean()} | parts).items():
-                        sums[name] += value.item() * len(part) / len(batch)
-                break
-            except torch.OutOfMemoryError:
-                if self.micro_batch == 1:
-                    raise
-                self.micro_batch = max(1, min(self.micro_batch, len(batch)) // 2)
-                torch.cuda.empty_cache()
-                self.watch.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
+    def _near(self, data: SyntheticSet) -> SyntheticSet:
+        """The images on the device, if they leave it room; they are the same set for many epochs."""
+        if self._data is not data:
+            bytes_needed = data.images.numel()
+            fits = self.device.type != "cuda" or bytes_needed < torch.cuda.mem_get_info(self.device)[0] // 4
+            self._data, self._data_near = data, data.to(self.device) if fits else data
+        return self._data_near
+
+    def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, Tensor]:
+        """One optimiser step; the mean of each loss term."""
+        with self.engine.once() if len(batch) != self.config.batch else nullcontext():  # the rest of an epoch
+            while True:
+                tray = self._trays.get(len(batch)) or self._tray(batch)
+                tray.fill(batch, epoch)
+                try:
+                    tray.advance()
+                    return tray.parts
+                except torch.OutOfMemoryError:
+                    self._trays.clear()
+                    if self.micro_batch == 1:
+                        raise
+                    self.micro_batch = max(1, min(self.micro_batch, len(batch)) // 2)
+                    torch.cuda.empty_cache()
+                    self.watch.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
+
+    def _tray(self, batch: SyntheticSet) -> "_Tray":
+        tray = self._trays[len(batch)] = _Tray(batch.to(self.device))
+        tray.advance = self.engine.repeated(partial(self._update, tray))
+        return tray
+
+    def _update(self, tray: "_Tray") -> None:
+        """An optimiser step on the tray's images, in parts that fit the memory. Nothing here waits for the device."""
+        count = len(tray.batch)
+        views = self._augmented(tray)  # of the whole batch: mixing takes from all of it
+        self.optimizer.zero_grad(set_to_none=True)
+        means: dict[str, Tensor] = {}
+        for part in views.split(self.micro_batch):
+            for quantizer in self.activations:
+                quantizer.share = len(part) / count
+            total, parts = self.objective(self._view(part))
+            (total.sum() / count).backward()
+            for name, value in ({"loss": total.detach().mean()} | parts).items():
+                means[name] = means.get(name, 0) + value * (len(part) / count)
         if self.config.clip_grad:
             nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip_grad)
         self.optimizer.step()
-        return sums
+        tray.parts = means
 
-    def _augmented(self, batch: SyntheticSet, epoch: int) -> Tensor:
-        keys = randomness.fold(randomness.fold(randomness.image_keys(self.seed, batch.indices), "view"), epoch)
+    def _augmented(self, tray: "_Tray") -> Tensor:
+        keys = randomness.fold(randomness.image_keys(self.seed, tray.batch.indices), "view")
         settings = asdict(self.config.augment)
-        mixing = {"cutmix": settings.pop("cutmix"), "mixup": settings.pop("mixup")}
-        return self.geometry.normalise(mix(simclr(to_pixels(batch.images), keys, **settings), keys, **mixing))
+        mixing = {name: settings.pop(name) for name in ("cutmix", "mixup")}
+        pixels = self.engine.compiled(_views)(tray.batch.images, randomness.fold(keys, tray.epoch), settings, mixing)
+        return self.geometry.normalise(pixels)
 
     def _view(self, images: Tensor) -> CalibrationView:
-        with ExitStack() as stack:
-            seen = stack.enter_context(taps(self.teacher, *self.points))  # type: ignore[arg-type]
-            seen_student = stack.enter_context(taps(self.student, *self.points))  # type: ignore[arg-type]
+        with self.engine.precision():
             with torch.no_grad():
                 logits = self.teacher(images)
             student_logits = self.student(images)
-            return CalibrationView(
-                layers=self.geometry.layers,
-                logits=logits,
-                student_logits=student_logits,
-                heads=list(seen.get("heads", ())),
-                student_heads=list(seen_student.get("heads", ())),
-                blocks=list(seen.get("blocks", ())),
-                student_blocks=list(seen_student.get("blocks", ())),
-                patch_weights=self._patch_weights(seen),
-                temperature=self.config.temperature,
-            )
+        seen, seen_student = self.seen, self.seen_student
+        return CalibrationView(
+            layers=self.geometry.layers,
+            logits=logits.float(),
+            student_logits=student_logits.float(),
+            heads=seen.get("heads", ()),
+            student_heads=seen_student.get("heads", ()),
+            blocks=seen.get("blocks", ()),
+            student_blocks=seen_student.get("blocks", ()),
+            patch_weights=self._patch_weights(seen),
+            temperature=self.config.temperature,
+            run=self.engine.losses,
+        )
 
     @torch.no_grad()
     def _patch_weights(self, seen: Taps) -> list[Tensor]:
         """w_l = 1 + m^c_l (w - 1): the patches with the teacher's strongest head outputs count w times (Eq. 16)."""
-        weights = []
-        for layer, raw in zip(self.geometry.layers, seen.get("heads", ()), strict=False):
-            strength = layer.patch_heads(raw).abs().mean(dim=(1, 3))  # (B, N)
-            k = masks.mask_size(strength.shape[1], 0.0, self.config.mask_ratio, self.config.mask_ratio)
-            weights.append(1 + masks.top_patches(strength, k) * (self.config.mask_weight - 1))
+        if "heads" not in seen:
+            return []
+        layers = list(zip(self.geometry.layers, seen["heads"], strict=True))
+        strengths = [layer.patch_heads(raw).abs().mean(dim=(1, 3), dtype=torch.float32) for layer, raw in layers]
+        weights = list(strengths)
+        for patches in {strength.shape[1] for strength in strengths}:  # layers of one size are ranked together
+            alike = [i for i, strength in enumerate(strengths) if strength.shape[1] == patches]
+            k = masks.mask_size(patches, 0.0, self.config.mask_ratio, self.config.mask_ratio)
+            top = masks.top_patches(torch.cat([strengths[i] for i in alike]), k)
+            for i, mask in zip(alike, top.chunk(len(alike)), strict=True):
+                weights[i] = 1 + mask * (self.config.mask_weight - 1)
         return weights
 
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -140,11 +198,35 @@ class Calibrator:
             {"params": ranges, "weight_decay": 0.0, "lr_factor": self.config.range_lr},
         ]
         groups = [group for group in groups if group["params"]]
+        for group in groups:
+            group["lr"] = torch.zeros((), device=self.device)  # a tensor, so that a replayed step sees it change
         if self.config.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=self.config.lr)
-        nesterov = self.config.momentum > 0
-        return torch.optim.SGD(groups, lr=self.config.lr, momentum=self.config.momentum, nesterov=nesterov)
+            return torch.optim.AdamW(groups, fused=True, capturable=self.device.type == "cuda")
+        return torch.optim.SGD(groups, momentum=self.config.momentum, nesterov=self.config.momentum > 0, fused=True)
 
     def _set_lr(self, progress: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * group["lr_factor"] * cosine(progress, self.config.lr_final)
+            group["lr"].fill_(self.config.lr * group["lr_factor"] * cosine(progress, self.config.lr_final))
+
+
+def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[str, float]) -> Tensor:
+    return mix(simclr(to_pixels(images), keys, **settings), keys, **mixing)
+
+
+class _Tray:
+    """The batch that a step takes. It stays where it is from step to step, so that a step can be replayed."""
+
+    advance: Callable[[], None]
+    """One optimiser step."""
+
+    def __init__(self, batch: SyntheticSet) -> None:
+        self.batch = SyntheticSet(batch.images.clone(), batch.labels.clone(), batch.indices.clone())
+        self.epoch = torch.zeros(1, dtype=torch.int64, device=batch.labels.device)
+        self.parts: dict[str, Tensor] = {}
+        """Mean of each loss term at the latest step."""
+
+    def fill(self, batch: SyntheticSet, epoch: int) -> None:
+        self.batch.images.copy_(batch.images)
+        self.batch.labels.copy_(batch.labels)
+        self.batch.indices.copy_(batch.indices)
+        self.epoch.fill_(epoch)

@@ -110,6 +110,23 @@ def _parser() -> argparse.ArgumentParser:
     _model_options(sub)
     _recipe_options(sub)
 
+    sub = command("bench", "how fast synthesis and calibration run here")
+    sub.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        default=["cifar10_vit"],
+        help="timm names, with random weights, or embedded models (default: cifar10_vit)",
+    )
+    _recipe_options(sub, recipe="paper")
+    sub.add_argument("--batch", type=_count, default=0, help="images optimised together (default: as a run would)")
+    sub.add_argument("--calibration-batch", type=_count, default=0, help="images per step (default: the recipe's)")
+    sub.add_argument("--steps", type=_positive, default=20, help="steps of one measurement (default: 20)")
+    sub.add_argument("--repeats", type=_positive, default=5, help="measurements, after one for the set-up (default: 5)")
+    sub.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    sub.add_argument("--note", default="", help="a word for the JSON file, such as the commit")
+    _device_option(sub)
+
     sub = command("list", "names that other commands take")
     sub.set_defaults(command="list_names")
     sub.add_argument("what", choices=("models", "recipes", "terms", "quantizers", "keys"))
@@ -139,10 +156,10 @@ def _model_options(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _recipe_options(sub: argparse.ArgumentParser) -> None:
+def _recipe_options(sub: argparse.ArgumentParser, recipe: str = "quick") -> None:
     sub.add_argument("--bits", help="bits of weights and activations, wXaY, 2 to 8 each (default: the recipe's, w4a4)")
     sub.add_argument(
-        "--recipe", default="quick", help="shipped name or .toml file (default: quick; see `maskaq list recipes`)"
+        "--recipe", default=recipe, help=f"shipped name or .toml file (default: {recipe}; see `maskaq list recipes`)"
     )
     _set_option(sub)
 
@@ -160,6 +177,9 @@ def _set_option(sub: argparse.ArgumentParser) -> None:
 
 def _device_option(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    sub.add_argument(
+        "--plain", action="store_true", help="every step as it is written, in float32: for comparison, and if in doubt"
+    )
 
 
 def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
@@ -186,6 +206,12 @@ def _share(text: str) -> float:
     if not 0 < float(text) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
     return float(text)
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return int(text)
 
 
 def _count(text: str) -> int:

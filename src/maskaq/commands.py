@@ -15,18 +15,20 @@ from rich.table import Table
 from torch import nn
 from torch.utils.data import DataLoader
 
+from maskaq import bench as measure
 from maskaq import console as draw
 from maskaq import results, run, runfolder, zoo
 from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder
+from maskaq.engine import pick_engine
 from maskaq.errors import DataError, ModelError
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.inspection import inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import data_config, expose, geometry, supported_names
-from maskaq.models.load import architecture_of, load_model
+from maskaq.models.load import architecture_of, load_model, rebuild
 from maskaq.quant.quantizers import QUANTIZERS
 
 
@@ -83,6 +85,7 @@ def _run(
             source=source,
             only_images=only_images,
             forecast=True,
+            fast=False if args.plain else None,
         )
         table = results.compare(results.open_run(args.out), batches, device=device, watch=watch) if batches else None
     console.print()
@@ -135,6 +138,23 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
     before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
+
+
+def bench(args: argparse.Namespace, console: Console) -> None:
+    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    device = run.pick_device(args.device)
+    timings: list[measure.Timing] = []
+    with draw.watch_for(console) as watch:
+        engine = pick_engine(device, False if args.plain else None, watch)
+        for name in args.models:
+            teacher = expose(rebuild({"name": name, "args": {}})).to(device)
+            sizes = {"batch": args.batch, "calibration_batch": args.calibration_batch}
+            timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=args.steps, repeats=args.repeats)
+    console.print(draw.bench_table(timings, run.device_name(device)))
+    if args.json:
+        facts = {"date": time.strftime("%Y-%m-%d"), "note": args.note, "command": shlex.join(["maskaq", *args.words])}
+        facts |= run.surroundings(device) | {"timings": [timing.to_dict() for timing in timings]}
+        runfolder.write_json_atomic(args.json, facts)
 
 
 def list_names(args: argparse.Namespace, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from torch import nn
 
+from maskaq.bench import Timing
 from maskaq.config import Recipe
 from maskaq.evaluation import EvalResult
 from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
@@ -163,3 +165,18 @@ def won_back(rows: dict[str, EvalResult | str]) -> str:
     share = 100 * (ours.top1 - nearest.top1) / lost
     outcome = f"maskaq wins back {share:.0f} % of them" if share >= 0 else "maskaq is worse still: calibrate for longer"
     return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"
+
+
+def bench_table(timings: Iterable[Timing], device: str) -> Table:
+    table = Table(title=f"microseconds per image (synthesis: and step) on {device}", title_justify="left")
+    table.add_column("model")
+    table.add_column("stage")
+    for column in ("engine", "batch", "us", "fastest - slowest", "set-up s", "MB/image", "of floor", "x release"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for t in timings:
+        memory = "" if t.megabytes_per_image is None else f"{t.megabytes_per_image:.1f}"
+        faster = "" if t.times_faster_than_release is None else f"{t.times_faster_than_release:.0f}"
+        spread = f"{t.fastest:.1f} - {t.slowest:.1f}"
+        figures = (f"{t.microseconds:.1f}", spread, f"{t.setup_seconds:.1f}", memory, f"{t.share_of_floor:.0%}", faster)
+        table.add_row(t.model, t.stage, t.engine, str(t.batch), *figures)
+    return table

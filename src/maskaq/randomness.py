@@ -36,8 +36,13 @@ def _mix(x: Tensor) -> Tensor:
 def fold(keys: Tensor, value: int | Tensor | str) -> Tensor:
     """New keys from keys and a number, a tensor of numbers, or the name of a purpose."""
     if isinstance(value, str):
-        value = _signed(int.from_bytes(hashlib.blake2b(value.encode(), digest_size=8).digest(), "little"))
+        value = _number(value)
     return _mix(keys * _GOLDEN + value + 1)
+
+
+@torch.compiler.assume_constant_result
+def _number(purpose: str) -> int:
+    return _signed(int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little"))
 
 
 def image_keys(seed: int, indices: Tensor) -> Tensor:
@@ -48,7 +53,7 @@ def image_keys(seed: int, indices: Tensor) -> Tensor:
 
 def uniform(keys: Tensor, *shape: int) -> Tensor:
     """(B,) keys -> (B, *shape) floats in [0, 1)."""
-    counter = torch.arange(1, math.prod(shape) + 1, device=keys.device)
+    counter = -(~torch.arange(math.prod(shape), device=keys.device))  # 1, 2, ... in a form that no compiler narrows
     bits = _mix(keys[:, None] + counter * _GOLDEN)
     return (_shift_right(bits, 40).to(torch.float32) * 2.0**-24).reshape(len(keys), *shape)
 

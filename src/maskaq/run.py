@@ -1,11 +1,8 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
 import hashlib
-import math
 import platform
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from maskaq import randomness, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
+from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
@@ -54,6 +52,7 @@ def quantize(
     checkpoint_seconds: float = 30.0,
     only_images: bool = False,
     forecast: bool = False,
+    fast: bool | None = None,
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
 
@@ -63,19 +62,22 @@ def quantize(
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
         forecast: tell the watch how long it will take, from a few steps.
+        fast: False runs every step as it is written, in float32; by default a GPU runs it the fast way where it can.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=bits.strip().lower()))
     watch = watch or Watch()
-    teacher = expose(model).to(pick_device(device))
+    device = pick_device(device)
+    teacher = expose(model).to(device)
     student = quantized_twin(teacher, recipe.quantization)
-    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
-    calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch)
+    engine = pick_engine(device, fast, watch)
+    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
+    calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
 
-    settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)
-    with RunFolder.open(out, *settings) as run, tensor_cores():
+    settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source, engine)
+    with RunFolder.open(out, *settings) as run:
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
         if forecast and not run.path(MODEL_FILE).exists():
@@ -110,18 +112,12 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     finished = sum(len(indices) for shard, indices in shards if shard in there)
     title = f"synthesize, round {round + 1} of {len(recipe.rounds)}"
     synthesizer.watch.stage(title, config.images * steps, done=finished * steps)
-    sets = []
-    for shard, indices in shards:
-        if shard not in there:
-            began = time.monotonic()
-            made = synthesizer(indices, round, _before(run, synthesizer, round, shard))
-            lost = sorted(set(indices.tolist()) - set(made.indices.tolist()))
-            run.save_shard(round, shard, made.tensors(), count=len(made), lost=lost)
-            seconds = time.monotonic() - began
-            run.event(
-                stage="synthesize", round=round, shard=shard, seconds=seconds, lost=lost, curves=synthesizer.curves
-            )
-        sets.append(SyntheticSet(**run.load_shard(round, shard)))
+    missing = [(shard, indices) for shard, indices in shards if shard not in there]
+    while missing:
+        together = synthesizer.shards_at_once(len(missing))
+        _make_shards(run, synthesizer, round, missing[:together])
+        missing = missing[together:]
+    sets = [SyntheticSet(**run.load_shard(round, shard)) for shard, _ in shards]
     images = SyntheticSet.concatenate(sets)
     lost_in_all = config.images - len(images)
     if lost_in_all > config.max_lost * config.images or not len(images):
@@ -131,6 +127,21 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
             "in a new run folder"
         )
     return images
+
+
+def _make_shards(run: RunFolder, synthesizer: Synthesizer, round: int, shards: list[tuple[int, Tensor]]) -> None:
+    """Make some shards together and store each."""
+    began = time.monotonic()
+    before = [_before(run, synthesizer, round, shard) for shard, _ in shards]
+    known = [images for images in before if images is not None]
+    start = SyntheticSet.concatenate(known) if known else None
+    made = synthesizer(torch.cat([indices for _, indices in shards]), round, start)
+    seconds = (time.monotonic() - began) / len(shards)
+    for shard, indices in shards:
+        part = made[torch.isin(made.indices, indices)]
+        lost = sorted(set(indices.tolist()) - set(part.indices.tolist()))
+        run.save_shard(round, shard, part.tensors(), count=len(part), lost=lost)
+        run.event(stage="synthesize", round=round, shard=shard, seconds=seconds, lost=lost, curves=synthesizer.curves)
 
 
 def _before(run: RunFolder, synthesizer: Synthesizer, round: int, shard: int) -> SyntheticSet | None:
@@ -177,17 +188,6 @@ def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
     return int(progress["epoch"])
 
 
-@contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Let CUDA multiply float32 matrices in TF32 while a run works: several times faster, no change on CPU."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def pick_device(device: str | torch.device | None = None) -> torch.device:
     """The asked device, or CUDA where there is one."""
     try:
@@ -201,22 +201,12 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:
     """Seconds that are left, roughly: a few steps are timed, and calibrating on an image costs about a step."""
     recipe = synthesizer.recipe
-    batch = min(recipe.synthesis.images, recipe.synthesis.batch)
-    if synthesizer.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
-        batch = min(batch, max(4, min(16, 50_000 // math.prod(synthesizer.geometry.image_size))))
-    trial = replace(recipe, synthesis=replace(recipe.synthesis, steps=3, batch=batch))
-    trial_synthesizer = Synthesizer(synthesizer.teacher, synthesizer.student, trial)
-    seconds = 0.0
-    for _ in range(2):  # the first time pays for the start
-        began = time.monotonic()
-        trial_synthesizer(torch.arange(batch))
-        seconds = time.monotonic() - began
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
     for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
             there = sum(entry["count"] for entry in run.manifest(round).values()) / recipe.synthesis.images
             steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
-    return seconds / (3 * batch) * recipe.synthesis.images * steps
+    return synthesizer.seconds_per_image_step() * recipe.synthesis.images * steps
 
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
@@ -241,11 +231,14 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def facts(teacher: nn.Module, source: dict[str, Any] | None) -> dict[str, Any]:
+def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
     """Where and with what a run was made."""
-    device = next(teacher.parameters()).device
+    return {"source": source} | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """Versions, platform, device."""
     return {
-        "source": source,
         "versions": {
             "maskaq": maskaq.__version__,
             "torch": torch.__version__,
@@ -254,7 +247,10 @@ def facts(teacher: nn.Module, source: dict[str, Any] | None) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
+        "device": device_name(device),
     }
+
+
+def device_name(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"

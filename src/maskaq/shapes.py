@@ -7,6 +7,7 @@ A plain ViT is one window with its prefix tokens in front; Swin is many windows 
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ class Layer:
     """Patches down and across."""
     windows: int = 1
     prefix_tokens: int = 0
-    class_query: bool = False
-    """Token 0 is a class token that the prediction is read from."""
     raster: Tensor | None = None
     """(N,) position of each raster patch among the W*Q window tokens; None where they are in raster order already."""
 
@@ -34,14 +33,10 @@ class Layer:
         p = self.prefix_tokens
         return attention.unflatten(0, (-1, self.windows))[..., p:, p:]
 
-    def patch_attention(self, attention: Tensor) -> Tensor:
-        """(B*W, H, T, T) -> (B, N): how much each patch is attended to, mean over heads.
-
-        The class token's row; without a class token, the mean over all queries of the patch's window.
-        """
-        p = self.prefix_tokens
-        rows = attention[:, :, 0, p:] if self.class_query else attention[:, :, p:, p:].mean(dim=2)  # (B*W, H, K)
-        return self._to_raster(rows.mean(dim=1).unflatten(0, (-1, self.windows)).flatten(1))
+    def patch_attention(self, received: Tensor) -> Tensor:
+        """(B*W, H, T) attention that each token receives -> (B, N): of each patch, mean over heads."""
+        rows = received[..., self.prefix_tokens :].mean(dim=1)  # (B*W, K)
+        return self._to_raster(rows.unflatten(0, (-1, self.windows)).flatten(1))
 
     def patch_heads(self, heads: Tensor) -> Tensor:
         """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only."""
@@ -81,4 +76,9 @@ class Geometry:
 
     @staticmethod
     def _channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-        return torch.tensor(values, device=like.device, dtype=like.dtype).view(1, -1, 1, 1)
+        return _constant(values, like.device, like.dtype).view(1, -1, 1, 1)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(values, device=device, dtype=dtype)  # once: a copy from the host would halt a captured step

@@ -1,7 +1,11 @@
 """Dream up images: optimise pixels from noise until teacher and student say what the objective asks (Sec. 2.1-2.3)."""
 
 import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +14,16 @@ from maskaq import masks, randomness
 from maskaq.augment import jitter
 from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, balanced_labels, to_bytes, to_pixels
+from maskaq.engine import PLAIN, Engine
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
+from maskaq.shapes import Geometry
 from maskaq.taps import Taps, taps
 from maskaq.watch import Watch
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
+_LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
 
 class Synthesizer:
@@ -27,17 +34,28 @@ class Synthesizer:
     """
 
     def __init__(
-        self, teacher: nn.Module, student: nn.Module, recipe: Recipe, *, seed: int = 0, watch: Watch | None = None
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        recipe: Recipe,
+        *,
+        seed: int = 0,
+        watch: Watch | None = None,
+        engine: Engine = PLAIN,
     ) -> None:
         self.teacher, self.student, self.recipe, self.seed = teacher, student, recipe, seed
         self.config = recipe.synthesis
-        self.watch = watch or Watch()
+        self.watch, self.engine = watch or Watch(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.objective = Objective(SYNTHESIS_TERMS, self.config.terms, "synthesis.terms")
         self.batch = self.config.batch
+        """Images optimised together."""
         self.curves: list[dict[str, float]] = []
         """Mean of each term at some steps of the latest call."""
+        self._room: int | None = None
+        self._canvas: _Canvas | None = None
+        self._shelf: dict[nn.Module, Tensor] = {}
 
     def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers. From noise, or from `start`, the same images of the round before.
@@ -58,6 +76,53 @@ class Synthesizer:
         kept = indices[finite]
         return SyntheticSet(to_bytes(pixels), balanced_labels(kept, self.geometry.classes), kept).to("cpu")
 
+    def shards_at_once(self, missing: int) -> int:
+        """How many of the missing shards to make together, in batches as equal as can be."""
+        calls = -(-missing * self.config.batch // self.images_at_once())
+        return -(-missing // calls)
+
+    def images_at_once(self) -> int:
+        """Whole shards that are optimised together: one, or on a fast GPU as many as are fast and fit its memory."""
+        if self._room is None:
+            self._room = min(_LARGEST_BATCH, self._fitting()) if self.engine.captures else self.config.batch
+            self.batch = max(1, self._room // self.config.batch) * self.config.batch
+        return self.batch
+
+    def _fitting(self) -> int:
+        """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""
+        few = 4
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        with self.engine.once():
+            self.trial(few, steps=1)
+        self._canvas = None
+        used = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0] * 0.75 / max(1, used / few))
+
+    def seconds_per_image_step(self) -> float:
+        """One step of one image, after the set-up; from a few steps."""
+        count = min(self.config.images, self.images_at_once())
+        if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
+            count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
+        seconds = 0.0
+        for _ in range(2):  # the first time pays for the set-up
+            began = time.monotonic()
+            self.trial(count, steps=5 if self.engine.captures else 3)
+            seconds = time.monotonic() - began
+        return seconds / (count * (5 if self.engine.captures else 3))
+
+    def trial(self, count: int, steps: int) -> None:
+        """Some steps of some images that nobody wants, to time them or to see what memory they take."""
+        watch, self.watch = self.watch, Watch()
+        try:
+            indices = torch.arange(count, device=self.device)
+            images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
+            steps = min(steps, self.recipe.synthesis.steps)
+            self._optimise(images, balanced_labels(indices, self.geometry.classes), indices, steps, lr=0.1)
+        finally:
+            self.watch = watch
+
     def _make(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> tuple[Tensor, Tensor]:
         """Normalised images and which of them are finite; halves the batch when the GPU's memory does not hold it."""
         while True:
@@ -68,6 +133,7 @@ class Synthesizer:
                 images = torch.cat(made)
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
+                self._canvas = None
                 if self.batch == 1:
                     raise
                 self.batch = max(1, min(self.batch, len(indices)) // 2)
@@ -86,60 +152,159 @@ class Synthesizer:
 
     def _optimise(self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float) -> Tensor:
         """Algorithm 1, lines 2-6."""
-        low = self.geometry.normalise(torch.zeros_like(images[:1]))
-        high = self.geometry.normalise(torch.ones_like(images[:1]))
-        images = images.clamp(low, high).requires_grad_()
-        adam = torch.optim.Adam([images], lr=lr, betas=(self.config.beta1, self.config.beta2))
+        canvas = self._canvas_for(len(images))
+        canvas.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        self.curves = []
+        points = []
         with ExitStack() as stack:
-            stack.enter_context(frozen(self.student))
-            seen = stack.enter_context(taps(self.teacher, self.config.map))  # type: ignore[arg-type]
-            seen_student = stack.enter_context(taps(self.student, self.config.map))  # type: ignore[arg-type]
+            stack.enter_context(frozen(self.student, self._shelf))
+            for model in (self.teacher, self.student):
+                stack.enter_context(self.engine.applied(model))
+            received = f"{self.config.map}_received"
+            self.seen = stack.enter_context(taps(self.teacher, self.config.map, received))  # type: ignore[arg-type]
+            self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
             for step in range(steps):
-                adam.param_groups[0]["lr"] = lr * cosine(step / steps, self.config.lr_final)
-                view = self._view(
-                    images, labels, randomness.fold(keys, step), step / max(1, steps - 1), seen, seen_student
-                )
-                total, parts = self.objective(view)
-                (images.grad,) = torch.autograd.grad(total.sum(), images)
-                adam.step()
-                with torch.no_grad():
-                    images.clamp_(low, high)
+                canvas.advance()
                 if step in logged:
-                    self.curves.append({"step": step, **{name: value.item() for name, value in parts.items()}})
+                    points.append((step, {name: value.clone() for name, value in canvas.parts.items()}))
                 self.watch.advance(len(images))
-        return images.detach()
+        self.curves = [
+            {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
+        ]
+        return canvas.images.detach()[: len(images)].clone()
 
-    def _view(
-        self, images: Tensor, labels: Tensor, keys: Tensor, progress: float, seen: Taps, seen_student: Taps
-    ) -> SynthesisView:
-        config, layers = self.config, self.geometry.layers
-        roll = round(config.roll * min(self.geometry.image_size)) * (1 if progress < 0.5 else 2)
-        jittered = jitter(images, keys, roll=roll, noise=config.noise * (1 - progress), colour=config.colour)
-        view = SynthesisView(images, labels, self.teacher(jittered), layers, list(seen[config.map]))
+    def _canvas_for(self, count: int) -> "_Canvas":
+        """A canvas with room for so many images. One that a replay is bound to serves every later batch that fits."""
+        canvas = self._canvas
+        if canvas is None or len(canvas.labels) < count or (len(canvas.labels) != count and not self.engine.captures):
+            self._canvas = None  # frees its memory before the next one takes some
+            rounds = range(len(self.recipe.rounds))
+            longest = self._schedule(max(self.recipe.steps_in_round(r) for r in rounds), lr=0.0)
+            canvas = _Canvas(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
+            canvas.advance = self.engine.repeated(partial(self._step, canvas))
+            self._canvas = canvas
+        return canvas
+
+    def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
+        """Whatever changes from step to step, for every step."""
+        config, grids = self.config, {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
+        roll = round(config.roll * min(self.geometry.image_size))
+        schedule: dict[str, list[float]] = defaultdict(list)
+        for step in range(steps):
+            progress = step / max(1, steps - 1)
+            schedule["lr"].append(lr * cosine(step / steps, config.lr_final))
+            schedule["noise"].append(config.noise * (1 - progress))
+            schedule["roll"].append(roll if progress < 0.5 else 2 * roll)
+            for grid, patches in grids.items():
+                k = masks.mask_size(patches, progress, config.mask.start, config.mask.end)
+                schedule[f"k {grid}"].append(k)
+                schedule[f"keep {grid}"].append(masks.kept_size(k, config.mask.drop, config.mask.keep_at_least))
+        return schedule
+
+    def _step(self, canvas: "_Canvas") -> None:
+        """One step of every image on the canvas. Nothing here waits for the device: a CUDA graph can hold it."""
+        now = canvas.now()
+        keys = randomness.fold(canvas.keys, canvas.step)
+        total, parts = self.objective(self._view(canvas.images, canvas.labels, keys, now))
+        (canvas.images.grad,) = torch.autograd.grad(total.sum(), canvas.images)
+        canvas.descend(now["lr"])
+        canvas.parts = parts
+
+    def _view(self, images: Tensor, labels: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
+        config = self.config
+        jittered = self.engine.compiled(jitter)(
+            images,
+            keys,
+            roll=now["roll"].long() if config.roll else 0,
+            noise=now["noise"] if config.noise else 0.0,
+            colour=config.colour,
+        )
+        with self.engine.precision():
+            logits = self.teacher(jittered)
+            if "student" in self.objective.needs:
+                self.student(jittered)
+        layers = self.geometry.layers
+        view = SynthesisView(images, labels, logits.float(), layers, self.seen[config.map], run=self.engine.losses)
+        view.attention = self._patch_attention(self.seen)
         if "student" in self.objective.needs:
-            self.student(jittered)
-            view.student_maps = list(seen_student[config.map])
+            view.student_attention = self._patch_attention(self.seen_student)
         if "masks" in self.objective.needs:
-            view.masks = self._masks(view, progress, keys)
+            view.masks = self._masks(view, now, keys)
         return view
 
+    def _patch_attention(self, seen: Taps) -> list[Tensor]:
+        received = seen[f"{self.config.map}_received"]
+        return [x.patch_attention(rows.float()) for x, rows in zip(self.geometry.layers, received, strict=True)]
+
     @torch.no_grad()
-    def _masks(self, view: SynthesisView, progress: float, keys: Tensor) -> dict[tuple[int, int], Tensor]:
+    def _masks(self, view: SynthesisView, now: Mapping[str, Tensor], keys: Tensor) -> dict[tuple[int, int], Tensor]:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
-        config, found = self.config.mask, {}
+        found = {}
         for grid in {layer.grid: None for layer in view.layers}:
-            rows = [
-                layer.patch_attention(raw)
-                for layer, raw in zip(view.layers, view.maps, strict=True)
-                if layer.grid == grid
-            ]
+            rows = [alpha for layer, alpha in zip(view.layers, view.attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
-            k = masks.mask_size(alpha.shape[1], progress, config.start, config.end)
-            keep = masks.kept_size(k, config.drop, config.keep_at_least)
-            found[grid] = masks.thin(masks.top_patches(alpha, k), keep, randomness.fold(keys, f"mask {grid}"))
+            lots = randomness.fold(keys, f"mask {grid}")
+            found[grid] = masks.thin(masks.top_patches(alpha, now[f"k {grid}"]), now[f"keep {grid}"], lots)
         return found
+
+
+class _Canvas:
+    """What a step reads and writes: tensors that stay where they are from batch to batch, so a step can be replayed.
+
+    Args:
+        schedule: the longest there will be; it gives the names.
+    """
+
+    advance: Callable[[], None]
+    """One step of all images."""
+
+    def __init__(
+        self,
+        count: int,
+        geometry: Geometry,
+        schedule: Mapping[str, list[float]],
+        betas: tuple[float, float],
+        device: torch.device,
+    ) -> None:
+        shape = (count, geometry.channels, *geometry.image_size)
+        self.images = torch.zeros(shape, device=device, requires_grad=True)
+        self.low = geometry.normalise(torch.zeros_like(self.images[:1]))
+        self.high = geometry.normalise(torch.ones_like(self.images[:1]))
+        self.labels = torch.zeros(count, dtype=torch.int64, device=device)
+        self.keys = torch.zeros(count, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.names = list(schedule)
+        self.schedule = torch.zeros(len(schedule), len(schedule["lr"]), device=device)
+        lr = torch.zeros((), device=device)  # a tensor, so that a replayed step sees it change
+        self.adam = torch.optim.Adam([self.images], lr, betas, fused=True, capturable=device.type == "cuda")
+        self.parts: dict[str, Tensor] = {}
+        """Mean of each loss term at the latest step."""
+
+    @torch.no_grad()
+    def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:
+        """Begin with other images. A canvas with more room than images repeats the last one."""
+        places = torch.arange(len(self.labels), device=images.device).clamp(max=len(images) - 1)
+        self.images.copy_(images[places].clamp(self.low, self.high))
+        self.labels.copy_(labels[places])
+        self.keys.copy_(keys[places])
+        table = torch.tensor([schedule[name] for name in self.names])
+        self.schedule[:, : table.shape[1]] = table.to(self.schedule.device)
+        self.step.zero_()
+        for state in self.adam.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def now(self) -> dict[str, Tensor]:
+        """The schedule's values at this step."""
+        return dict(zip(self.names, self.schedule.index_select(1, self.step).squeeze(1).unbind(), strict=True))
+
+    @torch.no_grad()
+    def descend(self, lr: Tensor) -> None:
+        """Adam along the gradient, inside the range of pixels."""
+        self.adam.param_groups[0]["lr"].copy_(lr)
+        self.adam.step()
+        self.images.clamp_(self.low, self.high)
+        self.step += 1
 
 
 def synthesize(

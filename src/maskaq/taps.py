@@ -1,47 +1,73 @@
-"""Listen to a model's attention without changing it: hooks that live in a `with`."""
+"""Listen to a model's attention without changing it, for as long as a `with` lasts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor, nn
 
-from maskaq.models import geometry
+from maskaq.models import AttentionProducts, geometry
 
-Point = Literal["scores", "probs", "heads", "blocks"]
+Point = Literal["scores", "probs", "scores_received", "probs_received", "heads", "blocks"]
 
-_MODULE = {"scores": "{attention}.qk", "probs": "{attention}.softmax", "heads": "{attention}.av", "blocks": "{block}"}
+_IN_ATTENTION = ("scores", "probs", "scores_received", "probs_received", "heads")
 
 
-class Taps(dict[str, list[Tensor]]):
+class Taps(Mapping[str, list[Tensor]]):
     """point -> one tensor per layer, of the model's latest forward pass."""
+
+    def __init__(self, read: dict[str, list[Callable[[], Tensor]]]) -> None:
+        self._read = read
+
+    def __getitem__(self, point: str) -> list[Tensor]:
+        return [read() for read in self._read[point]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
 
 
 @contextmanager
 def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     """Record what passes the named points: scores QK^T, softmax probs, head outputs, block outputs.
 
+    `scores_received` and `probs_received` are the rows of the class token, or else the mean over the patches' rows.
+
     with taps(model, "scores", "heads") as seen:
         logits = model(images)
         seen["scores"][0]      # (B*W, H, T, T) of the first layer
     """
     layers = geometry(model).layers
-    seen = Taps({point: [Tensor()] * len(layers) for point in points})
-    handles = []
+    attentions: list[AttentionProducts] = [model.get_submodule(layer.attention) for layer in layers]  # type: ignore[misc]
+    outputs: dict[str, Tensor] = {}  # of blocks, by their names
+    read: dict[str, list[Callable[[], Tensor]]] = {}
+    before, handles = [dict(attention.tapped) for attention in attentions], []
 
-    def recorder(point: str, index: int) -> Callable[[nn.Module, tuple, Tensor], None]:
-        def record(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            seen[point][index] = output
+    def reader(kept: dict[str, Tensor], key: str) -> Callable[[], Tensor]:
+        return lambda: kept[key]
 
-        return record
+    def recorder(block: str) -> Callable[[nn.Module, tuple, Tensor], None]:
+        return lambda module, inputs, output: outputs.update({block: output})
 
     try:
         for point in points:
-            for index, layer in enumerate(layers):
-                path = _MODULE[point].format(attention=layer.attention, block=layer.block)
-                handles.append(model.get_submodule(path).register_forward_hook(recorder(point, index)))
-        yield seen
+            if point in _IN_ATTENTION:
+                for attention in attentions:
+                    attention.tapped.setdefault(point, Tensor())
+                read[point] = [reader(attention.tapped, point) for attention in attentions]
+            elif point == "blocks":
+                for block in {layer.block: None for layer in layers}:
+                    handles.append(model.get_submodule(block).register_forward_hook(recorder(block)))
+                read[point] = [reader(outputs, layer.block) for layer in layers]
+            else:
+                raise KeyError(point)
+        yield Taps(read)
     finally:
+        for attention, kept in zip(attentions, before, strict=True):
+            attention.tapped.clear()
+            attention.tapped.update(kept)
         for handle in handles:
             handle.remove()
-        seen.clear()
+        read.clear()

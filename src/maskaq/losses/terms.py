@@ -23,6 +23,18 @@ from maskaq.shapes import Layer
 Term = Callable[[Any], Tensor]
 
 
+class LossRunner:
+    """Evaluates loss functions as they are written. A fast engine has its own way with those it knows."""
+
+    def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    def over_maps(self, function: Callable[[Tensor], Tensor], view: "SynthesisView") -> Tensor:
+        """(B,): a function of a layer's maps, averaged over the layers."""
+        layers = zip(view.layers, view.maps, strict=True)
+        return torch.stack([function(layer.maps(raw)) for layer, raw in layers]).mean(dim=0)
+
+
 @dataclass
 class SynthesisView:
     """All that a synthesis term may see. Raw maps are (B*W, H, T, T); `layers` turn them into one form."""
@@ -35,9 +47,12 @@ class SynthesisView:
     layers: Sequence[Layer]
     maps: Sequence[Tensor]
     """The teacher's attention maps, one per layer."""
-    student_maps: Sequence[Tensor] = ()
+    attention: Sequence[Tensor] = ()
+    """alpha: the teacher's attention to each patch, (B, N), one per layer."""
+    student_attention: Sequence[Tensor] = ()
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
+    run: LossRunner = LossRunner()
 
 
 @dataclass
@@ -55,6 +70,7 @@ class CalibrationView:
     patch_weights: Sequence[Tensor] = ()
     """w_l of Eq. 16: (B, N) of each layer."""
     temperature: float = 1.0
+    run: LossRunner = LossRunner()
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it: "student", "masks", "heads", "blocks"."""
+    """What must be computed for it: "student" and "masks"; "heads" and "blocks"."""
 
     @property
     def doc(self) -> str:
@@ -112,10 +128,6 @@ class Objective:
         return total, {name: value.detach().mean() for name, value in values.items()}
 
 
-def _layer_mean(function: Callable[[Tensor], Tensor], v: SynthesisView) -> Tensor:
-    return torch.stack([function(layer.maps(raw)) for layer, raw in zip(v.layers, v.maps, strict=True)]).mean(dim=0)
-
-
 @synthesis_term
 def class_prior(v: SynthesisView) -> Tensor:
     """L_OH (Eq. 1): cross-entropy of the teacher's prediction and the label."""
@@ -125,54 +137,50 @@ def class_prior(v: SynthesisView) -> Tensor:
 @synthesis_term
 def total_variation(v: SynthesisView) -> Tensor:
     """L_TV (Eq. 2): squared differences of neighbouring pixels."""
-    return image.total_variation(v.images)
+    return v.run(image.total_variation, v.images)
 
 
 @synthesis_term
 def total_variation_norm(v: SynthesisView) -> Tensor:
     """L_TV as the release computes it: L2 norms in four directions."""
-    return image.total_variation_norm(v.images)
+    return v.run(image.total_variation_norm, v.images)
 
 
 @synthesis_term
 def head_similarity(v: SynthesisView) -> Tensor:
     """L_IH (Eq. 3): the heads of a layer should attend alike, 1 - SSIM."""
-    return _layer_mean(attention.head_similarity, v)
+    return v.run.over_maps(attention.head_similarity, v)
 
 
 @synthesis_term
 def head_similarity_squared(v: SynthesisView) -> Tensor:
     """L_IH as the release computes it: 1 - SSIM^2."""
-    return _layer_mean(attention.head_similarity_squared, v)
+    return v.run.over_maps(attention.head_similarity_squared, v)
 
 
 @synthesis_term
 def similarity_entropy(v: SynthesisView) -> Tensor:
     """L_fb (Eq. 10): minus the entropy of patch similarities; object apart from background."""
-    return _layer_mean(attention.similarity_entropy, v)
+    return v.run.over_maps(attention.similarity_entropy, v)
 
 
 @synthesis_term(needs=("student", "masks"))
 def attention_alignment(v: SynthesisView) -> Tensor:
     """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m'."""
     assert v.masks is not None
-    layers = zip(v.layers, v.maps, v.student_maps, strict=True)
-    differences = [
-        attention.masked_difference(layer.patch_attention(p), layer.patch_attention(q), v.masks[layer.grid])
-        for layer, p, q in layers
-    ]
-    return torch.stack(differences).sum(dim=0)
+    layers = zip(v.layers, v.attention, v.student_attention, strict=True)
+    return torch.stack([attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]).sum(dim=0)
 
 
 @calibration_term
 def logit_kl(v: CalibrationView) -> Tensor:
     """KL between the softened predictions of teacher and student."""
-    return distill.logit_kl(v.logits, v.student_logits, v.temperature)
+    return v.run(distill.logit_kl, v.logits, v.student_logits, v.temperature)
 
 
 def _over_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor], v: CalibrationView) -> Tensor:
     layers = zip(v.layers, v.heads, v.student_heads, v.patch_weights, strict=True)
-    return torch.stack([function(x.patch_heads(p), x.patch_heads(q), w) for x, p, q, w in layers]).mean(dim=0)
+    return torch.stack([v.run(function, x.patch_heads(p), x.patch_heads(q), w) for x, p, q, w in layers]).mean(dim=0)
 
 
 @calibration_term(needs=("heads",))
@@ -197,4 +205,4 @@ def head_mse(v: CalibrationView) -> Tensor:
 def block_error(v: CalibrationView) -> Tensor:
     """Relative squared error of every block's output (not in the paper)."""
     pairs = zip(v.blocks, v.student_blocks, strict=True)
-    return torch.stack([distill.relative_error(p, q) for p, q in pairs]).mean(dim=0)
+    return torch.stack([v.run(distill.relative_error, p, q) for p, q in pairs]).mean(dim=0)

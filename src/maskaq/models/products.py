@@ -1,5 +1,7 @@
 """The matrix products of attention as modules: named, so that they can be quantized and tapped."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 
@@ -15,17 +17,50 @@ class Matmul(nn.Module):
         self.signed = signed
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = self.operands(a, b)
         return a @ b
+
+    def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What is multiplied: here the operands themselves, in the student their quantized values."""
+        return a, b
 
 
 class AttentionProducts(nn.Module):
-    """Base of every exposed attention: the three points that `maskaq.taps` listens to.
+    """Base of every exposed attention: `maskaq.taps` listens here.
 
     `qk` gives the scores QK^T before scale and softmax, `softmax` the probabilities, `av` the head outputs.
     """
+
+    scale: float
 
     def __init__(self) -> None:
         super().__init__()
         self.qk = Matmul()
         self.softmax = nn.Softmax(dim=-1)
         self.av = Matmul(signed=(False, True))
+        self.prefix_tokens, self.class_query = 0, False
+        self.fused: Callable[..., dict[str, Tensor]] | None = None
+        """Stands in for `products` while the fast engine lends a kernel."""
+        self.tapped: dict[str, Tensor] = {}
+        """What passed each point that is listened to; a point is listened to while it has an entry."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(B*W, H, T, D) queries, keys, values -> head outputs; bias (W, H, T, T) is added to the scaled scores."""
+        passed = self.products(q, k, v, bias) if self.fused is None else self.fused(self, q, k, v, bias)
+        for point in self.tapped:
+            self.tapped[point] = passed[point]
+        return passed["heads"]
+
+    def products(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+        """All that can be listened to."""
+        scores = self.qk(q, k.transpose(-2, -1))
+        logits = scores * self.scale
+        if bias is not None:
+            logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
+        probs = self.softmax(logits)
+        passed = {"scores": scores, "probs": probs, "heads": self.av(probs, v)}
+        return passed | {f"{name}_received": self.readers(passed[name]) for name in ("scores", "probs")}
+
+    def readers(self, rows: Tensor) -> Tensor:
+        """(..., T, X) -> (..., X): the row of the token that is read at the end, or the mean over the patches' rows."""
+        return rows[..., 0, :] if self.class_query else rows[..., self.prefix_tokens :, :].mean(dim=-2)

@@ -21,7 +21,7 @@ class ExposedWindowAttention(AttentionProducts):
     def __init__(self, attention: timm_swin.WindowAttention) -> None:
         super().__init__()
         self.num_heads: int = attention.num_heads
-        self.scale: float = attention.scale
+        self.scale = attention.scale
         self.window_area: int = attention.window_area
         self.qkv = attention.qkv
         self.proj = attention.proj
@@ -36,11 +36,10 @@ class ExposedWindowAttention(AttentionProducts):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B*W, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B*W, H, T, D)
-        scores = self.qk(q, k.transpose(-2, -1))  # (B*W, H, T, T)
-        logits = scores * self.scale + self._position_bias()
+        bias = self._position_bias()[None]  # (1, H, T, T)
         if mask is not None:  # (W, T, T): keeps the regions of a shifted window apart
-            logits = (logits.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
-        heads = self.av(self.softmax(logits), v)  # (B*W, H, T, D)
+            bias = bias + mask[:, None]
+        heads = self.attend(q, k, v, bias)  # (B*W, H, T, D)
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 

@@ -21,7 +21,7 @@ class ExposedAttention(AttentionProducts):
     def __init__(self, attention: timm_vit.Attention) -> None:
         super().__init__()
         self.num_heads: int = attention.num_heads
-        self.scale: float = attention.scale
+        self.scale = attention.scale
         self.qkv = attention.qkv
         self.q_norm = attention.q_norm
         self.k_norm = attention.k_norm
@@ -37,8 +37,7 @@ class ExposedAttention(AttentionProducts):
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
         q, k = self.q_norm(q), self.k_norm(k)
-        scores = self.qk(q, k.transpose(-2, -1))  # (B, H, T, T)
-        heads = self.av(self.softmax(scores * self.scale), v)  # (B, H, T, D)
+        heads = self.attend(q, k, v)  # (B, H, T, D)
         out = self.norm(heads.transpose(1, 2).flatten(2))
         if self.gate is not None:
             out = out * self.gate(x).sigmoid()
@@ -57,14 +56,15 @@ def expose_(model: Any) -> tuple[Layer, ...]:
         for name, module in list(block.named_modules()):
             if type(module) in ATTENTIONS:
                 parent, _, child = name.rpartition(".")
-                setattr(block.get_submodule(parent), child, ExposedAttention(module))
+                attention = ExposedAttention(module)
+                attention.prefix_tokens, attention.class_query = model.num_prefix_tokens, reads_class_token
+                setattr(block.get_submodule(parent), child, attention)
                 layers.append(
                     Layer(
                         attention=f"blocks.{index}.{name}",
                         block=f"blocks.{index}",
                         grid=(rows, columns),
                         prefix_tokens=model.num_prefix_tokens,
-                        class_query=reads_class_token,
                     )
                 )
     return tuple(layers)

@@ -43,13 +43,14 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.codes = (low, high)
-        return (x / scale).round_().add_(zero_point).clamp_(low, high).sub_(zero_point).mul_(scale)
+        steps = x.float() / scale  # bfloat16 has too few digits to tell codes apart
+        return steps.round_().add_(zero_point).clamp_(low, high).sub_(zero_point).mul_(scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, scale, zero_point = ctx.saved_tensors
         low, high = ctx.codes
-        steps = x / scale
+        steps = x.float() / scale
         codes = steps.round() + zero_point
         inside = (codes >= low) & (codes <= high)
         to_x = to_scale = to_zero_point = None
@@ -57,7 +58,7 @@ class _FakeQuantize(torch.autograd.Function):
             to_x = torch.where(inside, grad, 0)
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, codes - zero_point - steps, codes.clamp(low, high) - zero_point)
-            to_scale = (grad * slope).sum_to_size(scale.shape)
+            to_scale = (grad.float() * slope).sum_to_size(scale.shape)
         if ctx.needs_input_grad[2]:
-            to_zero_point = torch.where(inside, 0, grad * -scale).sum_to_size(zero_point.shape)
+            to_zero_point = torch.where(inside, 0, grad.float() * -scale).sum_to_size(zero_point.shape)
         return to_x, to_scale, to_zero_point, None, None

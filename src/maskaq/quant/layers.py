@@ -63,5 +63,5 @@ class QuantMatmul(Matmul):
         layer.a_quantizer, layer.b_quantizer = a_quantizer, b_quantizer
         return layer
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.a_quantizer(a) @ self.b_quantizer(b)
+    def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a_quantizer(a), self.b_quantizer(b)

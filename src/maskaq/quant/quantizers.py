@@ -98,9 +98,13 @@ class Quantizer(nn.Module):
 
     def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point, shaped to broadcast over x."""
-        scale, zero_point = self._step(round(x.numel() / len(self.scale) / self.share))
+        scale, zero_point = self.step(x.numel())
         shape = (-1,) + (1,) * (x.dim() - 1) if self.site.channels else ()
         return scale.reshape(shape), zero_point.reshape(shape)
+
+    def step(self, values: int) -> tuple[Tensor, Tensor]:
+        """The (C,) scale and zero point for a tensor of so many values."""
+        return self._step(round(values / len(self.scale) / self.share))
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         """The (C,) scale and integer zero point in use; learned ones pass their gradient on from here."""

@@ -1,0 +1,195 @@
+"""The fast engine, for CUDA: matrix products in bfloat16, transformer blocks compiled region by region, attention and
+map losses in fused kernels, and a step, once warm, replayed as one CUDA graph.
+
+It holds no second copy of the method: it runs the same code as the plain engine, and each kernel stands for one plain
+function, which the tests hold it to.
+"""
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.engine import Engine, Step
+from maskaq.kernels import attention as attention_kernel
+from maskaq.kernels import maps as maps_kernel
+from maskaq.losses import attention as map_losses
+from maskaq.losses.terms import LossRunner, SynthesisView
+from maskaq.models import AttentionProducts, geometry
+from maskaq.quant.layers import QuantMatmul
+from maskaq.quant.quantizers import Quantizer
+
+
+class FastEngine(Engine):
+    """For CUDA with Triton and a compiler; `pick_engine` checks that."""
+
+    name = "fast"
+    captures = True
+    seconds_between_looks = 0.5
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.compiled = functools.cache(  # type: ignore[method-assign]
+            functools.partial(torch.compile, dynamic=False, backend=backend)
+        )
+        self.losses = _FusedLosses(self.compiled)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        layers = geometry(model).layers
+        blocks = [model.get_submodule(name) for name in {layer.block: None for layer in layers}]
+        attentions = [model.get_submodule(layer.attention) for layer in layers]
+        embeddings: list[Any] = [
+            conv for conv in map(model.get_submodule, geometry(model).first) if _is_patchwise(conv)
+        ]
+        before = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32
+            for block in blocks:
+                block.forward = types.MethodType(self.compiled(type(block).forward), block)  # type: ignore[method-assign]
+            for attention in attentions:
+                attention.fused = _fused_attention  # type: ignore[assignment]
+            for conv in embeddings:
+                conv._conv_forward = types.MethodType(_patchwise, conv)
+            # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
+            with torch._dynamo.config.patch(recompile_limit=64):
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+            for block in blocks:
+                block.__dict__.pop("forward", None)
+            for attention in attentions:
+                attention.fused = None  # type: ignore[assignment]
+            for conv in embeddings:
+                conv.__dict__.pop("_conv_forward", None)
+
+    def precision(self) -> ContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would miss a replay's update
+
+    def repeated(self, step: Step) -> Step:
+        return _Replayed(step)
+
+    def once(self) -> ContextManager[Any]:
+        return torch.compiler.set_stance("force_eager")
+
+
+class _Replayed:
+    """A step run as it is a few times, then captured in a CUDA graph and replayed: one launch from the host."""
+
+    WARM_UP = 3
+    IN_FLIGHT = 4  # steps the host may be ahead of the GPU: enough to keep it busy, few enough for a true progress bar
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.calls = step, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.pending: deque[torch.cuda.Event] = deque()
+
+    def __call__(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.calls < self.WARM_UP:
+            side = torch.cuda.Stream()  # as capture does: what is set up on first use is set up off the main stream
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.step()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.step()
+            self.graph = graph
+            self.graph.replay()
+        self.calls += 1
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self.pending.append(event)
+        if len(self.pending) > self.IN_FLIGHT:
+            self.pending.popleft().synchronize()
+
+
+class _FusedLosses(LossRunner):
+    """Map losses in fused kernels, the other loss functions compiled."""
+
+    def __init__(self, compiled: Callable[[Callable], Callable]) -> None:
+        self.compiled = compiled
+        self.view: SynthesisView | None = None
+        self.squared = False
+        self.losses: list[Tensor] = []
+
+    def __call__(self, function: Callable[..., Tensor], *tensors: Any) -> Tensor:
+        ours = function.__module__.startswith("maskaq.losses")  # a user's own function runs as it is written
+        return (self.compiled(function) if ours else function)(*tensors)
+
+    def over_maps(self, function: Callable[[Tensor], Tensor], view: SynthesisView) -> Tensor:
+        if function not in _FUSED_MAP_LOSSES or not all(maps_kernel.fits(m.shape[1], m.shape[3]) for m in view.maps):
+            return super().over_maps(function, view)
+        squared, output = _FUSED_MAP_LOSSES[function]
+        if (
+            self.view is not view or self.squared != squared
+        ):  # one kernel gives both losses: keep the other for its turn
+            pairs = [
+                maps_kernel.map_losses(raw, layer.windows, layer.prefix_tokens, squared)
+                for layer, raw in zip(view.layers, view.maps, strict=True)
+            ]
+            self.view, self.squared, self.losses = (
+                view,
+                squared,
+                [torch.stack(x).mean(dim=0) for x in zip(*pairs, strict=True)],
+            )
+        return self.losses[output]
+
+
+def _fused_attention(
+    attention: AttentionProducts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> dict[str, Tensor]:
+    """`AttentionProducts.products` in one kernel. Probabilities never reach memory: who wants them gets the plain way."""
+    grid = _probability_grid(attention.av, q)
+    listened = any(point.startswith("probs") for point in attention.tapped)
+    if listened or grid is None or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
+        return attention.products(q, k, v, bias)
+    q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
+    if isinstance(attention.av, QuantMatmul):
+        v = attention.av.b_quantizer(v)
+    keep_scores = "scores" in attention.tapped
+    heads, scores = attention_kernel.attention(q, k, v, attention.scale, bias, *grid, keep_scores=keep_scores)
+    passed = {"heads": heads, "scores": scores}
+    if "scores_received" in attention.tapped:  # a row of QK^T, and a mean over rows, need no QK^T
+        passed["scores_received"] = (attention.readers(q.float())[..., None, :] * k.float()).sum(dim=-1)
+    return passed
+
+
+def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution whose patches lie side by side, as the matrix product it is: cuDNN takes ten times as long."""
+    high, wide = conv.kernel_size
+    patches = (
+        x.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
+    )  # (B, rows, columns, C, h, w)
+    return F.linear(patches.flatten(3), weight.flatten(1), bias).permute(0, 3, 1, 2)
+
+
+def _is_patchwise(conv: Any) -> bool:
+    return conv.kernel_size == conv.stride and conv.padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
+
+
+def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int] | None:
+    """Scale and largest code of the softmax's unsigned grid; (None, 0): in float; None: a grid the kernel has not."""
+    quantizer = av.a_quantizer if isinstance(av, QuantMatmul) else None
+    if not isinstance(quantizer, Quantizer):
+        return None, 0
+    if type(quantizer).fake_quantize is not Quantizer.fake_quantize or quantizer.site.signed:
+        return None
+    batch, heads, tokens, _ = q.shape
+    scale, _ = quantizer.step(batch * heads * tokens * tokens)
+    return scale, quantizer.high
+
+
+_FUSED_MAP_LOSSES = {
+    map_losses.head_similarity: (False, 0),
+    map_losses.head_similarity_squared: (True, 0),
+    map_losses.similarity_entropy: (False, 1),
+}

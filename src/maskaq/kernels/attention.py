@@ -1,0 +1,497 @@
+"""Attention in one kernel each way: scores, softmax, fake-quantized probabilities and head outputs.
+
+It equals the plain ops of `maskaq.models` and `maskaq.quant.grid`. One program serves one (image, head): its keys and
+values stay in shared memory while blocks of queries pass by, so probabilities never reach global memory, and scores
+only where the caller asks for them. The backward makes the probabilities again from q, k and the saved log-sum-exp.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (the arguments of kernels are Triton's values, which have no types to write down)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is the instruction that the hardware has
+ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: floats there are integers, and sums round half to even
+
+ROW_ALIGNMENT = 8  # 16-bit values in one 16-byte access: score rows are padded to a multiple of it
+
+
+def fits(tokens: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels serve this shape well; they also take float32, exactly but slowly (tests do)."""
+    if dtype not in (torch.bfloat16, torch.float16) or tokens < 2 or head_dim < 1:
+        return False
+    return _block(tokens) <= 256 and _block(tokens) * _block(head_dim) <= 256 * 64  # registers hold dk and dv
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    p_scale: Tensor | None = None,
+    p_top: int = 0,
+    keep_scores: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """fake_quantize(softmax(q @ k^T * scale + bias)) @ v, and the unscaled scores q @ k^T.
+
+    Args:
+        q, k, v: (B, H, T, D); any strides, best with a contiguous last axis.
+        scale: factor of the scores before the softmax.
+        bias: (W, H, T, T) added to the scaled scores, where row b of the batch uses bias[b % W].
+        p_scale: one-element step of the unsigned grid of the probabilities; None leaves them as they are.
+        p_top: the largest code of that grid.
+        keep_scores: whether the scores are wanted; else an empty tensor stands for them.
+
+    Returns:
+        heads (B, H, T, D), whose memory is (B, T, H, D), and scores (B, H, T, T), whose rows are padded with zeros
+        to a multiple of 8 values in memory. Both are differentiable and have the dtype of q.
+    """
+    heads, scores, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores)
+    return heads, scores
+
+
+# --------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def _rows(ptr, stride, first, T: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows first .. first + BLOCK of a (T, D) matrix, zero outside of it."""
+    rows = first + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_D)
+    inside = (rows < T)[:, None] & (columns < D)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _round(x):
+    """Half to even, as torch.round; for 0 <= x < 2^22."""
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,  # or None
+    p_scale_ptr,  # or None
+    heads_ptr,
+    scores_ptr,  # or None
+    lse_ptr,
+    scale,
+    head_count,
+    window_count,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    PITCH: tl.constexpr,
+    P_TOP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    pair = tl.program_id(0).to(tl.int64)  # offsets can pass 2^31
+    batch = pair // head_count
+    head = pair % head_count
+    q_ptr += batch * q_batch + head * q_head
+    heads_ptr += batch * head_count * (T * D) + head * D
+    keys = tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    k = _rows(k_ptr + batch * k_batch + head * k_head, k_token, 0, T, D, BLOCK_T, BLOCK_D)
+    v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
+    if p_scale_ptr is not None:
+        p_scale = tl.load(p_scale_ptr)
+
+    for first in range(0, T, BLOCK_Q):
+        queries = first + tl.arange(0, BLOCK_Q)
+        q = _rows(q_ptr, q_token, first, T, D, BLOCK_Q, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_Q, BLOCK_T)
+        if scores_ptr is not None:
+            # The padding is written too: whole aligned 16-byte pieces, and zeros for whoever reads over the end.
+            tl.store(
+                scores_ptr + pair * (T * PITCH) + queries[:, None] * PITCH + keys[None, :],
+                scores.to(scores_ptr.dtype.element_ty),
+                mask=(queries < T)[:, None] & (keys < PITCH)[None, :],
+            )
+        logits = scores * (scale * LOG2_E)
+        if bias_ptr is not None:
+            bias = tl.load(
+                bias_ptr + (batch % window_count * head_count + head) * (T * T) + queries[:, None] * T + keys[None, :],
+                mask=(queries < T)[:, None] & (keys < T)[None, :],
+                other=0.0,
+            )
+            logits += bias.to(tl.float32) * LOG2_E
+        logits = tl.where((keys < T)[None, :], logits, float("-inf"))
+        largest = tl.max(logits, 1)
+        probs = tl.exp2(logits - largest[:, None])
+        total = tl.sum(probs, 1)
+        tl.store(lse_ptr + pair * T + queries, largest + tl.log2(total), mask=queries < T)
+        if p_scale_ptr is not None:
+            steps = probs * (1.0 / (total * p_scale))[:, None]
+            probs = _round(tl.minimum(steps, P_TOP * 1.0)) * p_scale
+        else:
+            probs = probs * (1.0 / total)[:, None]
+        heads = tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        tl.store(
+            heads_ptr + queries[:, None] * (head_count * D) + dims[None, :],
+            heads.to(heads_ptr.dtype.element_ty),
+            mask=(queries < T)[:, None] & (dims < D)[None, :],
+        )
+
+
+@triton.jit
+def _backward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,  # or None
+    p_scale_ptr,  # or None
+    lse_ptr,
+    d_heads_ptr,  # or None
+    d_scores_ptr,  # or None
+    d_qkv_ptr,
+    d_logits_ptr,  # or None
+    d_p_scale_ptr,  # or None
+    scale,
+    head_count,
+    window_count,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    d_heads_batch,
+    d_heads_head,
+    d_heads_token,
+    D_SCORES_BATCH: tl.constexpr,  # constants, so that the compiler sees how far rows are aligned
+    D_SCORES_HEAD: tl.constexpr,
+    D_SCORES_TOKEN: tl.constexpr,
+    D_SCORES_READ: tl.constexpr,  # readable values of a row
+    T: tl.constexpr,
+    D: tl.constexpr,
+    PITCH: tl.constexpr,
+    P_TOP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # All tiles are (keys, queries): so probabilities and their gradients are the left operands of the products for
+    # dk and dv, which come from registers, and a block of queries can be smaller than the tensor cores' 64 rows.
+    pair = tl.program_id(0).to(tl.int64)
+    batch = pair // head_count
+    head = pair % head_count
+    q_ptr += batch * q_batch + head * q_head
+    d_qkv_ptr += batch * head_count * (T * 3 * D) + head * D
+    d_qkv_token = head_count * (3 * D)
+    keys = tl.arange(0, BLOCK_T)
+    dims = tl.arange(0, BLOCK_D)
+    k = _rows(k_ptr + batch * k_batch + head * k_head, k_token, 0, T, D, BLOCK_T, BLOCK_D)
+    dk = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    if d_heads_ptr is not None:
+        v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
+        d_heads_ptr += batch * d_heads_batch + head * d_heads_head
+    if p_scale_ptr is not None:
+        p_scale = tl.load(p_scale_ptr)
+    if d_p_scale_ptr is not None:
+        d_p_scale = tl.zeros((BLOCK_T,), tl.float32)
+
+    for first in range(0, T, BLOCK_Q):
+        queries = first + tl.arange(0, BLOCK_Q)
+        q = _rows(q_ptr, q_token, first, T, D, BLOCK_Q, BLOCK_D)
+        if d_heads_ptr is not None:
+            d_heads = _rows(d_heads_ptr, d_heads_token, first, T, D, BLOCK_Q, BLOCK_D)
+            lse = tl.load(lse_ptr + pair * T + queries, mask=queries < T, other=float("inf"))  # no such query: probs 0
+            logits = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)  # (BLOCK_T, BLOCK_Q)
+            if bias_ptr is not None:
+                bias_ptrs = bias_ptr + (batch % window_count * head_count + head) * (T * T)
+                bias = tl.load(
+                    bias_ptrs + queries[None, :] * T + keys[:, None],
+                    mask=(queries < T)[None, :] & (keys < T)[:, None],
+                    other=0.0,
+                )
+                logits += bias.to(tl.float32) * LOG2_E
+            probs = tl.exp2(logits - lse[None, :])
+            probs = tl.where((keys < T)[:, None], probs, 0.0)
+            d_probs = tl.dot(v, tl.trans(d_heads), input_precision="ieee")
+            quantized = probs
+            if p_scale_ptr is not None:
+                codes = _round(tl.minimum(probs * (1.0 / p_scale), P_TOP + 1.0))
+                quantized = tl.minimum(codes, P_TOP * 1.0) * p_scale
+                d_quantized = d_probs
+                d_probs = tl.where(codes <= P_TOP, d_probs, 0.0)  # straight through inside the grid, nothing outside
+            weighted = probs * d_probs
+            if d_p_scale_ptr is not None:  # the step times its gradient: inside by (code - steps), outside by P_TOP
+                d_p_scale += tl.sum(d_quantized * quantized - weighted, 1)
+            dv = tl.dot(quantized.to(q.dtype), d_heads, dv, input_precision="ieee")
+            d_logits = probs * (d_probs - tl.sum(weighted, 0)[None, :])
+            if d_logits_ptr is not None:
+                tl.store(
+                    d_logits_ptr + pair * (T * PITCH) + queries[None, :] * PITCH + keys[:, None],
+                    d_logits.to(d_logits_ptr.dtype.element_ty),
+                    mask=(queries < T)[None, :] & (keys < PITCH)[:, None],
+                )
+            d_scores = d_logits * scale
+        else:
+            d_scores = tl.zeros((BLOCK_T, BLOCK_Q), tl.float32)
+        if d_scores_ptr is not None:
+            given = tl.load(
+                d_scores_ptr
+                + (batch * D_SCORES_BATCH + head * D_SCORES_HEAD)
+                + queries[None, :] * D_SCORES_TOKEN
+                + keys[:, None],
+                mask=(queries < T)[None, :] & (keys < D_SCORES_READ)[:, None],
+                other=0.0,
+            )
+            if D_SCORES_READ > T:  # the padding can hold anything
+                given = tl.where((keys < T)[:, None], given, 0.0)
+            d_scores += given
+        d_scores = d_scores.to(q.dtype)
+        dk = tl.dot(d_scores, q, dk, input_precision="ieee")
+        if BLOCK_Q < 64:  # the way round that gives the tensor cores their 64 rows
+            dq = tl.dot(tl.trans(k), d_scores, input_precision="ieee")  # (BLOCK_D, BLOCK_Q)
+            tl.store(
+                d_qkv_ptr + queries[None, :] * d_qkv_token + dims[:, None],
+                dq.to(d_qkv_ptr.dtype.element_ty),
+                mask=(queries < T)[None, :] & (dims < D)[:, None],
+            )
+        else:
+            dq = tl.dot(tl.trans(d_scores), k, input_precision="ieee")  # (BLOCK_Q, BLOCK_D)
+            tl.store(
+                d_qkv_ptr + queries[:, None] * d_qkv_token + dims[None, :],
+                dq.to(d_qkv_ptr.dtype.element_ty),
+                mask=(queries < T)[:, None] & (dims < D)[None, :],
+            )
+
+    d_k_ptrs = d_qkv_ptr + head_count * D + keys[:, None] * d_qkv_token + dims[None, :]
+    inside = (keys < T)[:, None] & (dims < D)[None, :]
+    tl.store(d_k_ptrs, dk.to(d_qkv_ptr.dtype.element_ty), mask=inside)
+    tl.store(d_k_ptrs + head_count * D, dv.to(d_qkv_ptr.dtype.element_ty), mask=inside)
+    if d_p_scale_ptr is not None:
+        tl.store(d_p_scale_ptr + pair, tl.sum(d_p_scale, 0) / p_scale)
+
+
+# --------------------------------------------------------------------------------------------------------- launches
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))  # tensor cores take no less than 16
+
+
+def _forward_options(tokens: int, head_dim: int) -> dict[str, int | None]:
+    """Tiles of (BLOCK_Q, BLOCK_T) floats that stay in registers."""
+    block = _block(tokens)
+    blocks = {"BLOCK_Q": min(64, block), "BLOCK_T": block, "BLOCK_D": _block(head_dim)}
+    return {**blocks, "num_warps": 4, "num_stages": 2}
+
+
+def _backward_options(tokens: int, head_dim: int) -> dict[str, int | None]:
+    """dk and dv stay in registers, beside two tiles of (BLOCK_T, BLOCK_Q) floats."""
+    block, block_d = _block(tokens), _block(head_dim)
+    short = block <= 64
+    return {
+        "BLOCK_Q": min(64, block) if short and block_d <= 64 else 32,
+        "BLOCK_T": block,
+        "BLOCK_D": block_d,
+        "num_warps": 4 if short else 8,
+        "num_stages": 2,
+        "maxnreg": 128 if short and block_d <= 32 else None,  # small tiles are many: four at once hide each other
+    }
+
+
+def _pitch(tokens: int) -> int:
+    return -(-tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _empty_scores(q: Tensor) -> Tensor:
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, heads, tokens, _pitch(tokens))[..., :tokens]
+
+
+def _rows_are_padded(scores: Tensor) -> bool:
+    """Whether each row may be read up to its pitch: an aligned piece that begins in memory ends in it too."""
+    aligned = scores.data_ptr() % 16 == 0 and all(stride % ROW_ALIGNMENT == 0 for stride in scores.stride()[:3])
+    return aligned and scores.stride(2) >= scores.shape[3]
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("maskaq::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    p_scale: Tensor | None,
+    p_top: int,
+    keep_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """heads, scores and the log-sum-exp of each row (to base 2, for the backward alone)."""
+    batch, head_count, tokens, head_dim = q.shape
+    heads, scores, lse = _attention_fake(q, k, v, scale, bias, p_scale, p_top, keep_scores)
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    _forward_kernel[(batch * head_count,)](
+        q,
+        k,
+        v,
+        None if bias is None else bias.contiguous(),
+        p_scale,
+        heads,
+        scores if keep_scores else None,
+        lse,
+        scale,
+        head_count,
+        1 if bias is None else len(bias),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        T=tokens,
+        D=head_dim,
+        PITCH=_pitch(tokens),
+        P_TOP=p_top,
+        **_forward_options(tokens, head_dim),
+    )
+    return heads, scores, lse
+
+
+@_attention.register_fake
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    p_scale: Tensor | None,
+    p_top: int,
+    keep_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, head_count, tokens, head_dim = q.shape
+    heads = q.new_empty(batch, tokens, head_count, head_dim).transpose(1, 2)
+    scores = _empty_scores(q) if keep_scores else q.new_empty(0)
+    return heads, scores, q.new_empty(batch, head_count, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("maskaq::attention_backward", mutates_args=())
+def _attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    p_scale: Tensor | None,
+    p_top: int,
+    lse: Tensor,
+    d_heads: Tensor | None,
+    d_scores: Tensor | None,
+    want_d_logits: bool,
+    want_d_p_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv as (B, T, 3, H, D), the gradient of the logits, and that of p_scale from each (image, head)."""
+    batch, head_count, tokens, head_dim = q.shape
+    d_qkv, d_logits, d_p_scale = _attention_backward_fake(
+        q, k, v, scale, bias, p_scale, p_top, lse, d_heads, d_scores, want_d_logits, want_d_p_scale
+    )
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    d_heads = None if d_heads is None else _dense_rows(d_heads)
+    d_scores = None if d_scores is None else _dense_rows(d_scores)
+    d_scores_batch, d_scores_head, d_scores_token = (0, 0, 0) if d_scores is None else d_scores.stride()[:3]
+    _backward_kernel[(batch * head_count,)](
+        q,
+        k,
+        v,
+        None if bias is None else bias.contiguous(),
+        p_scale,
+        lse,
+        d_heads,
+        d_scores,
+        d_qkv,
+        d_logits if want_d_logits else None,
+        d_p_scale if want_d_p_scale else None,
+        scale,
+        head_count,
+        1 if bias is None else len(bias),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *((0, 0, 0) if d_heads is None else d_heads.stride()[:3]),
+        D_SCORES_BATCH=d_scores_batch,
+        D_SCORES_HEAD=d_scores_head,
+        D_SCORES_TOKEN=d_scores_token,
+        D_SCORES_READ=_pitch(tokens) if d_scores is not None and _rows_are_padded(d_scores) else tokens,
+        T=tokens,
+        D=head_dim,
+        PITCH=_pitch(tokens),
+        P_TOP=p_top,
+        **_backward_options(tokens, head_dim),
+    )
+    return d_qkv, d_logits, d_p_scale
+
+
+@_attention_backward.register_fake
+def _attention_backward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    p_scale: Tensor | None,
+    p_top: int,
+    lse: Tensor,
+    d_heads: Tensor | None,
+    d_scores: Tensor | None,
+    want_d_logits: bool,
+    want_d_p_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, head_count, tokens, head_dim = q.shape
+    d_qkv = q.new_empty(batch, tokens, 3, head_count, head_dim)
+    d_logits = _empty_scores(q) if want_d_logits else q.new_empty(0)
+    return d_qkv, d_logits, q.new_empty(batch * head_count if want_d_p_scale else 0, dtype=torch.float32)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, _ = inputs
+    _, _, lse = output
+    ctx.set_materialize_grads(False)  # a result that nobody used arrives as None, not as zeros
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, bias, p_scale, lse)
+
+
+def _backward(ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, bias, p_scale, lse = ctx.saved_tensors
+    if d_heads is None and d_scores is None:
+        return (None,) * 8
+    want_d_bias = ctx.needs_input_grad[4] and d_heads is not None
+    want_d_p_scale = ctx.needs_input_grad[5] and d_heads is not None
+    d_qkv, d_logits, d_p_scale = torch.ops.maskaq.attention_backward(
+        q, k, v, ctx.scale, bias, p_scale, ctx.p_top, lse, d_heads, d_scores, want_d_bias, want_d_p_scale
+    )
+    dq, dk, dv = d_qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    d_bias = to_p_scale = None
+    if want_d_bias:
+        d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32).to(bias.dtype)
+    if want_d_p_scale:
+        to_p_scale = d_p_scale.sum().to(p_scale.dtype).reshape(p_scale.shape)
+    return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,262 @@
+"""maskaq.kernels.attention: the fused kernels say what the plain ops say, forward and backward.
+
+No GPU is needed: the checks of values run in Triton's interpreter, in a process of their own because Triton reads its
+switch at import; and the kernels are compiled for a GPU that need not be there.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from maskaq.quant import grid
+
+triton = pytest.importorskip("triton", reason="the fused kernels need Triton")
+
+from maskaq.kernels import attention as kernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs within test_values_in_the_interpreter")
+SCALE = 0.3
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_values_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+# ------------------------------------------------------------------------------------------------------- compilation
+
+
+def compiled(kernel, absent, constants, options):
+    """The kernel for an H200 with bf16 tensors, where the tensors named in `absent` are None."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    full_precision = {"p_scale_ptr", "bias_ptr", "lse_ptr", "d_p_scale_ptr"}
+    constants = {**constants, **dict.fromkeys(absent)}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*fp32" if name in full_precision else "*bf16"
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+        if name not in constants and name.endswith(("_ptr", "_batch", "_head", "_token")):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, {name: constants[name] for name in constants}, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize(("tokens", "head_dim", "absent"), [(197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())])
+def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
+    pitch = -(-tokens // 8) * 8
+    shape = dict(T=tokens, D=head_dim, PITCH=pitch, P_TOP=15)
+    rows = dict(
+        D_SCORES_BATCH=3 * tokens * pitch, D_SCORES_HEAD=tokens * pitch, D_SCORES_TOKEN=pitch, D_SCORES_READ=pitch
+    )
+    for kernel, options, more in (
+        (kernels._forward_kernel, kernels._forward_options(tokens, head_dim), {}),
+        (kernels._backward_kernel, kernels._backward_options(tokens, head_dim), rows),
+    ):
+        launch = {name: value for name, value in options.items() if not name.startswith("BLOCK")}
+        blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
+        binary = compiled(kernel, absent & set(kernel.arg_names), {**shape, **more, **blocks}, launch)
+        assert binary.metadata.shared < 227 * 1024
+        assert "wgmma" in binary.asm["ptx"], "the products should run on the tensor cores"
+
+
+def test_fits_says_which_shapes_the_kernels_serve():
+    assert kernels.fits(197, 64, torch.bfloat16)
+    assert kernels.fits(49, 32, torch.float16)
+    assert kernels.fits(100, 128, torch.bfloat16)
+    assert not kernels.fits(577, 64, torch.bfloat16)
+    assert not kernels.fits(197, 128, torch.bfloat16)
+    assert not kernels.fits(197, 64, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+
+def plain(q, k, v, bias, p_scale, p_top):
+    scores = q @ k.transpose(-2, -1)
+    logits = scores * SCALE
+    if bias is not None:
+        logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
+    probs = logits.float().softmax(-1)
+    if p_scale is not None:
+        probs = grid.fake_quantize(probs, p_scale, 0, 0, p_top)
+    return probs.to(v.dtype) @ v, scores
+
+
+def fused(q, k, v, bias, p_scale, p_top):
+    return kernels.attention(q, k, v, SCALE, bias, p_scale, p_top, True)
+
+
+def case(tokens=13, head_dim=8, windows=0, step=None, batch=4, heads=1, dtype=torch.float32):
+    """q, k, v as a qkv layer gives them, bias and p_scale; all of them want a gradient."""
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, tokens, 3, heads, head_dim, dtype=dtype)
+    bias = torch.randn(windows, heads, tokens, tokens) if windows else None
+    p_scale = None if step is None else torch.tensor(step)
+    inputs = (*qkv.permute(2, 0, 3, 1, 4).unbind(0), bias, p_scale)
+    return [x if x is None else x.detach().requires_grad_() for x in inputs]
+
+
+def results(function, inputs, use, p_top=15):
+    """Outputs, and the gradients of all inputs from a random gradient of the outputs that `use` names."""
+    heads, scores = function(*inputs, p_top)
+    generator = torch.Generator().manual_seed(1)
+    grads = {name: torch.randn(x.shape, generator=generator) for name, x in (("heads", heads), ("scores", scores))}
+    loss = sum((x.float() * grads[name]).sum() for name, x in (("heads", heads), ("scores", scores)) if name in use)
+    leaves = [x for x in inputs if x is not None]
+    return [heads, scores, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+
+def assert_same(ours, theirs, **tolerance):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine.float(), other.float(), **tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("use", [("heads",), ("scores",), ("heads", "scores")], ids="+".join)
+@pytest.mark.parametrize("step", [None, 0.011])
+@pytest.mark.parametrize("windows", [0, 2])
+@pytest.mark.parametrize(("tokens", "head_dim", "heads"), [(2, 8, 1), (13, 8, 2), (37, 20, 1)])
+def test_equals_the_plain_ops(tokens, head_dim, heads, windows, step, use):
+    inputs = case(tokens, head_dim, windows, step, batch=2, heads=heads)
+    assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
+
+
+@interpreted
+def test_blocks_of_queries_add_up():
+    inputs = case(tokens=70, head_dim=8, windows=1, step=0.01, batch=1)  # 70 keys: three blocks of 32 queries backward
+    use = ("heads", "scores")
+    assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
+
+
+@interpreted
+def test_half_precision():
+    inputs = case(tokens=37, head_dim=16, step=0.01, dtype=torch.float16)  # the interpreter cannot multiply bfloat16
+    exact = [x if x is None else x.detach().float().requires_grad_() for x in inputs]
+    use = ("heads", "scores")
+    ours, theirs = results(fused, inputs, use), results(plain, exact, use)
+    assert ours[0].dtype == ours[1].dtype == torch.float16
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.float() - other).norm() < 0.01 * other.norm()
+
+
+@interpreted
+def test_clipping_passes_its_gradient_to_the_scale_alone():
+    inputs = case(tokens=5, step=0.001)  # p_top is 15 steps: all probabilities lie above the grid
+    ours = results(fused, inputs, ("heads",))
+    assert_same(ours, results(plain, inputs, ("heads",)), atol=2e-5, rtol=2e-5)
+    dq, dk, _, d_p_scale = ours[2:]
+    assert not dq.any() and not dk.any() and d_p_scale != 0
+
+
+@interpreted
+def test_rounds_half_to_even():
+    v = torch.ones(1, 1, 2, 8)
+    zero = torch.zeros_like(v)  # both probabilities are a half
+    heads, _ = kernels.attention(zero, zero, v, 1.0, None, torch.tensor([1.0]), 15, False)
+    assert not heads.any()
+
+
+@interpreted
+def test_scores_of_patches_alone():
+    inputs = case(tokens=14, heads=2, batch=2)
+
+    def patches_of(function):
+        def run(*arguments):
+            heads, scores = function(*arguments)
+            return heads, scores[..., 1:, 1:]
+
+        return run
+
+    use = ("heads", "scores")
+    ours, theirs = (results(patches_of(function), inputs, use) for function in (fused, plain))
+    assert_same(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@interpreted
+def test_any_strides():
+    inputs = case(tokens=13, step=0.01)
+    odd = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs[:3]] + inputs[3:]
+    use = ("heads", "scores")
+    assert_same(results(fused, odd, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
+
+
+@interpreted
+def test_layout_of_the_results():
+    q, k, v, _, _ = case(tokens=13, heads=2)
+    heads, scores = kernels.attention(q, k, v, SCALE, keep_scores=True)
+    assert heads.transpose(1, 2).is_contiguous()
+    assert scores.shape == (4, 2, 13, 13) and scores.stride() == (2 * 13 * 16, 13 * 16, 16, 1)
+    assert not scores.detach().as_strided((4, 2, 13, 3), scores.stride(), 13).any(), "the padding is zero"
+    assert kernels.attention(q, k, v, SCALE)[1].numel() == 0
+
+
+class Calls(TorchDispatchMode):
+    """The arguments of every backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.maskaq.attention_backward.default:
+            self.arguments.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+@interpreted
+@pytest.mark.parametrize("use", ["heads", "scores"])
+def test_a_result_that_nobody_used_costs_no_zeros(use):
+    with Calls() as calls:
+        results(fused, case(), (use,))
+    (arguments,) = calls.arguments
+    d_heads, d_scores = arguments[8:10]
+    assert (d_heads is None) == (use == "scores") and (d_scores is None) == (use == "heads")
+
+
+@interpreted
+def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
+    q, k, v = (x.detach() for x in case(tokens=13)[:3])
+    _, scores, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, True)
+    dense = torch.randn(scores.shape)
+    padded = torch.full((4, 1, 13, 16), torch.nan)
+    padded[..., :13] = dense
+    given = [torch.randn_like(v), dense]
+    expected, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, False, False)
+    given[1] = padded[..., :13]
+    actual, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, False, False)
+    torch.testing.assert_close(actual, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("windows", [0, 2])
+def test_is_a_good_citizen_of_torch(windows):
+    q, k, v, bias, p_scale = case(windows=windows, step=0.01)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(
+        torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, True), test_utils=tests
+    )
+
+
+@interpreted
+def test_is_opaque_to_the_compiler():
+    inputs = case(windows=2, step=0.01)
+    whole = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert_same(results(whole, inputs, ("heads",)), results(fused, inputs, ("heads",)))

@@ -118,6 +118,10 @@ def test_help_shows_every_command_and_an_example_of_each_of_the_main_ones(call):
     assert all(f"maskaq {name}" in out for name in ("quantize", "evaluate", "inspect", "list", "demo"))
 
 
+def test_maskaq_alone_prints_the_help(call):
+    assert call() == (0, call("--help")[1], "")
+
+
 def test_the_version_is_told_by_the_module_without_loading_torch():
     done = by_process("-X", "importtime", "-m", "maskaq", "--version")
     assert done.returncode == 0 and done.stdout == f"maskaq {maskaq.__version__}\n"
@@ -411,7 +415,6 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "COMMAND"),
         (["quantise", "x"], "quantise"),
         (["quantize"], "MODEL"),
         (["evaluate", "x"], "--data"),
@@ -509,10 +512,39 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
     with pytest.MonkeyPatch.context() as patch:
         hook(patch.setattr, where, n, interrupt)
         code, _, err = call(*quantize(files, out))
-    assert code == 130 and "give the same command again to go on where it stopped" in err and "Traceback" not in err
+    assert code == 130 and "latest checkpoint are kept, work since then is done again" in err and "Traceback" not in err
+    assert "give the same command again to go on" in err
     assert left_half_written(out) == [] and not (out / MODEL_FILE).exists()
     assert call(*quantize(files, out))[0] == 0
     assert_same_run(out, finished)
+
+
+def test_sigterm_is_told_in_one_line_with_143_and_the_folder_is_free_again(files, tmp_path, finished):
+    out = tmp_path / "run"
+    slow = "import time; from helpers import hook; from maskaq import cli; "
+    slow += (
+        "hook(setattr, 'maskaq.calibration:Calibrator._step', 3, lambda: (print('now', flush=True), time.sleep(60)))"
+    )
+    code = f"import sys; {slow}; sys.exit(cli.main(sys.argv[1:]))"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    argv = [sys.executable, "-c", code, *quantize(files, out)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"PYTHONPATH": path}) as process:
+        assert "now\n" in iter(process.stdout.readline, "")
+        process.terminate()
+        err = process.communicate()[1]
+    assert process.returncode == 143
+    assert err.strip().startswith("terminated. Finished shards") and len(err.strip().splitlines()) == 1
+    assert cli.main(quantize(files, out)) == 0
+    assert_same_run(out, finished)
+
+
+def test_an_interrupted_look_promises_nothing(call, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("maskaq.commands.inspect", interrupt)
+    assert call("inspect", "cifar10_vit") == (130, "", "\ninterrupted\n")
 
 
 def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):

@@ -32,7 +32,8 @@ from helpers import (
 from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import to_toml
-from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError
+from maskaq.data import SyntheticSet
+from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError, SynthesisError
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
@@ -124,6 +125,17 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+def test_progress_of_a_resumed_run_starts_at_what_is_done(tmp_path):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.runfolder:RunFolder.save_checkpoint", 3, interrupt, after=True)
+        quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)  # three of four epochs are kept
+    ears = Ears()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert ears.stages == [("synthesize, round 2 of 2", 16, 16), ("calibrate, round 2 of 2", 16, 8)]
+    assert ears.notes == []
+
+
 def disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -188,8 +200,11 @@ def test_a_finished_run_called_again_changes_nothing_and_makes_nothing(tmp_path,
     before = content(out)
     for cls, name in ((Synthesizer, "_optimise"), (Calibrator, "_step")):
         monkeypatch.setattr(cls, name, lambda *_, **__: pytest.fail("a finished run has nothing to do"))
-    result = quantize(tiny_vit(), recipe, out, forecast=True)
+    ears = Ears()
+    result = quantize(tiny_vit(), recipe, out, forecast=True, watch=ears)
     assert content(out) == before
+    assert len(ears.notes) == 1 and ears.notes[0].startswith(f"{out} is finished")
+    assert [(total, done) for _, total, done in ears.stages] == [(16, 16), (16, 16)]
     assert_same({k: v.detach() for k, v in result.model.state_dict().items()}, tensors(out / MODEL_FILE))
     assert len(result.images) == 8
 
@@ -234,6 +249,7 @@ def test_the_log_tells_of_every_shard_and_every_epoch(straight):
     epochs = [(e["round"], e["epoch"]) for e in events if e["stage"] == "calibrate"]
     assert epochs == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert all(e["loss"] > 0 for e in events if e["stage"] == "calibrate")
+    assert all(e["seconds"] > 0 for e in events)
 
 
 def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
@@ -507,3 +523,15 @@ def test_a_student_that_diverges_in_its_last_step_is_not_saved(tmp_path, monkeyp
     with pytest.raises(CalibrationError, match=r"became NaN or Inf by epoch \d.*calibration\.lr"):
         quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert not (tmp_path / "run" / MODEL_FILE).exists()
+
+
+@pytest.mark.parametrize(("round", "blamed"), [(0, "synthesis.lr"), (1, "calibration.lr")])
+def test_lost_images_blame_calibration_once_the_student_was_calibrated(tmp_path, monkeypatch, round, blamed):
+    def make(_synthesizer, indices, number=0, _start=None):
+        kept = indices[:0] if number == round else indices
+        return SyntheticSet(torch.zeros(len(kept), 3, 32, 32, dtype=torch.uint8), kept % 4, kept)
+
+    monkeypatch.setattr(Synthesizer, "__call__", make)
+    with pytest.raises(SynthesisError, match=rf"8 of 8 images of round {round + 1} were lost") as raised:
+        quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    assert [name for name in ("synthesis.lr", "calibration.lr") if f"lower {name}" in str(raised.value)] == [blamed]

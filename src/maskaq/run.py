@@ -78,7 +78,9 @@ def quantize(
     with RunFolder.open(out, *settings) as run, tensor_cores():
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
-        if forecast and not run.path(MODEL_FILE).exists():
+        if run.path(MODEL_FILE).exists() and first_epoch == recipe.calibration.epochs:
+            watch.note(f"{out} is finished: its model is made, nothing is left to calibrate")
+        elif forecast:
             watch.forecast(_forecast(synthesizer, run, first_epoch, only_images))
         images = None
         for round, epochs in enumerate(recipe.rounds):
@@ -89,10 +91,15 @@ def quantize(
                 break
             if first_epoch == 0 and round == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
-            watch.stage(f"calibrate, round {round + 1} of {len(recipe.rounds)}", len(images) * len(epochs))
+            left = range(max(first_epoch, epochs.start), epochs.stop)
+            title = f"calibrate, round {round + 1} of {len(recipe.rounds)}"
+            watch.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
             last_saved = time.monotonic()
-            for epoch in range(max(first_epoch, epochs.start), epochs.stop):
-                run.event(stage="calibrate", round=round, epoch=epoch, **calibrator.epoch(images, epoch))
+            for epoch in left:
+                began = time.monotonic()
+                losses = calibrator.epoch(images, epoch)
+                seconds = time.monotonic() - began
+                run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
                 if epoch == epochs.stop - 1 or time.monotonic() - last_saved > checkpoint_seconds:
                     _checkpoint(run, student, calibrator, epoch + 1)
                     last_saved = time.monotonic()
@@ -125,10 +132,16 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     images = SyntheticSet.concatenate(sets)
     lost_in_all = config.images - len(images)
     if lost_in_all > config.max_lost * config.images or not len(images):
+        cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
+        if round:  # the round before went well with the same teacher: what is new is the calibrated student
+            refresh_lr = f", or refresh.lr (now {recipe.refresh.lr})" if recipe.refresh.lr else ""
+            cause = (
+                f"the calibrated student has probably diverged: lower calibration.lr (now {recipe.calibration.lr}) "
+                f"or set calibration.clip_grad{refresh_lr}"
+            )
         raise SynthesisError(
-            f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
-            f"{config.max_lost} allows; check the model's weights, or lower synthesis.lr (now {config.lr}), "
-            "in a new run folder"
+            f"{lost_in_all} of {config.images} images of round {round + 1} were lost to NaN or Inf, more than "
+            f"synthesis.max_lost {config.max_lost} allows; {cause}, in a new run folder"
         )
     return images
 

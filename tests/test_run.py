@@ -4,6 +4,9 @@ that is not the run's own."""
 import errno
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -31,7 +34,7 @@ from helpers import (
 
 from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
-from maskaq.config import to_toml
+from maskaq.config import load_recipe, to_toml
 from maskaq.data import SyntheticSet
 from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError, SynthesisError
 from maskaq.evaluation import EvalResult
@@ -349,6 +352,18 @@ def test_a_damaged_model_file_is_named_and_the_same_command_mends_it(tmp_path, c
     assert (out / MODEL_FILE).read_bytes() == sound
 
 
+def test_a_recipe_toml_that_was_edited_is_noticed_and_changes_nothing(tmp_path, straight):
+    out, recipe = copy_of(straight(WARM), tmp_path / "run"), small_recipe(*WARM)
+    (out / "recipe.toml").write_bytes((out / "recipe.toml").read_bytes().replace(b"steps = 3", b"steps = \xff"))
+    ears = Ears()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert ears.notes[0].startswith(f"{out / 'recipe.toml'} was changed")
+    assert_same_run(out, straight(WARM))
+    (out / "recipe.toml").unlink()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert load_recipe(out / "recipe.toml") == recipe and not [n for n in ears.notes[1:] if "was changed" in n]
+
+
 # ---- refusals
 
 
@@ -370,6 +385,7 @@ def test_a_folder_of_another_run_is_refused_by_the_key_that_differs_and_left_alo
     with pytest.raises(RunFolderError) as raised:
         quantize(asked["model"], asked["recipe"], out, seed=asked["seed"])
     assert key in str(raised.value) and "choose another --out" in str(raised.value)
+    assert not re.search("[0-9a-f]{13}", str(raised.value))  # a digest is cut to what one can compare
     assert content(out) == before
 
 
@@ -449,6 +465,15 @@ def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
     assert nearest.state_dict()[scales] > searched.state_dict()[scales]  # min-max covers all, the search cuts outliers
 
 
+def test_the_images_of_a_run_are_those_of_its_latest_round(opened):
+    images, folder = opened.images(), RunFolder.read(opened.folder)
+    assert len(images) == 8
+    assert torch.equal(images.images[:4], folder.load_shard(1, 0)["images"])
+    shutil.rmtree(opened.folder / "images")
+    with pytest.raises(RunFolderError, match="has no images; make them with: maskaq calibrate"):
+        opened.images()
+
+
 def test_without_the_teachers_file_the_rows_that_need_it_say_so_and_ours_is_still_there(opened, checkpoint):
     checkpoint.unlink()
     table = results.compare(opened, batches, device="cpu")
@@ -469,9 +494,10 @@ def test_a_teachers_file_with_other_weights_is_noticed(opened, checkpoint):
 
 def test_a_run_that_is_not_finished_has_no_calibrated_model_and_says_how_to_get_it(tmp_path, checkpoint):
     model, source = from_file(checkpoint)
-    quantize(model, small_recipe(), tmp_path / "run", source=source, only_images=True)
-    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate"):
-        results.open_run(tmp_path / "run").calibrated()
+    quantize(model, small_recipe(), tmp_path / "my run", source=source, only_images=True)
+    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate") as raised:
+        results.open_run(tmp_path / "my run").calibrated()
+    assert str(raised.value).endswith(shlex.quote(str(tmp_path / "my run")))
 
 
 def test_a_run_of_a_model_without_a_name_cannot_be_opened_and_says_why(straight):

@@ -76,6 +76,11 @@ def quantize(
 
     settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source)
     with RunFolder.open(out, *settings) as run, tensor_cores():
+        if run.read_text("recipe.toml") != to_toml(recipe):
+            watch.note(
+                f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
+                "run.json. Delete it to have it written anew"
+            )
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
         if run.path(MODEL_FILE).exists() and first_epoch == recipe.calibration.epochs:

@@ -127,9 +127,9 @@ def _check_name(name: str) -> None:
 
 
 def _near(name: str) -> list[str]:
-    """A few ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
+    """A few embedded, ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
     wanted = re.sub(r"[^a-z0-9]+", "_", name.split(".")[0].lower())
-    known: list[str] = []
+    known = zoo.embedded_names()
     for module in ("vision_transformer", "deit", "swin_transformer"):
         known += timm.list_models(["vit_*", "deit*", "swin_*"], module=module)
     found = [n for n in known if wanted and n.startswith(wanted)][:6] or get_close_matches(wanted, known, n=6)

@@ -178,6 +178,12 @@ def test_inspect_shows_layers_bits_and_how_small_it_gets(call, files):
     assert "x smaller" in out and "blocks.1.mlp.fc2" in out and "head" in out
 
 
+def test_inspect_needs_no_weights(call, monkeypatch):
+    monkeypatch.setattr("maskaq.models.load._pretrained", lambda *_: pytest.fail("downloaded"))
+    code, out, err = call("inspect", "deit_tiny_patch16_224")
+    assert code == 0 and not err and "blocks.11.mlp.fc2" in out and "22.87 MB in float32" in out
+
+
 # ---- end to end
 
 
@@ -348,7 +354,11 @@ MISTAKES = {
         lambda f, p: change(f, p / "run", VIT, "vit_tiny_patch16_244"),
         ["unknown model 'vit_tiny_patch16_244'", "Did you mean 'vit_tiny_patch16_224'?", "maskaq list models"],
     ),
-    "unsupported model": (lambda f, p: ["inspect", "resnet18"], ["error: "]),
+    "unsupported model": (
+        lambda f, p: ["quantize", "resnet18", "--out", str(p / "run")],
+        ["ResNet is not a supported model. Supported: "],
+    ),
+    "unsupported model to inspect": (lambda f, p: ["inspect", "resnet18"], ["ResNet is not a supported model"]),
     "bad model argument": (
         lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depht=3"],
         ["timm cannot build", "depht"],

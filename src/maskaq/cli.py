@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(sub)
     _data_options(sub, required=True)
 
-    sub = command("inspect", "what would be quantized, layer by layer, with sizes")
+    sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
     _model_options(sub)
     _recipe_options(sub)
 

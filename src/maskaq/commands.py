@@ -7,7 +7,7 @@ import shlex
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.inspection import inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
-from maskaq.models import data_config, expose, geometry, supported_names
-from maskaq.models.load import architecture_of, load_model
+from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models.load import architecture_of, load_model, load_shape
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.runfolder import RunFolder
+
+_HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
 
 def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
@@ -136,7 +138,11 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
 
 def inspect(args: argparse.Namespace, console: Console) -> None:
     recipe = _recipe(args)
-    report = inspect_model(load_model(args.model, args.checkpoint, _model_args(args.model_arg)), recipe)
+    model_args = _model_args(args.model_arg)
+    model = (
+        load_model(args.model, args.checkpoint, model_args) if args.checkpoint else load_shape(args.model, model_args)
+    )
+    report = inspect_model(model, recipe)
     table = Table(title=f"{args.model} {recipe.quantization.bits}", title_justify="left")
     for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
         table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
@@ -151,7 +157,8 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
 
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
-        lines: Iterable[str] = [f"{name} (embedded)" for name in zoo.embedded_names()] + supported_names()
+        lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
+        lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
     elif args.what == "terms":

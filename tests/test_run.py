@@ -8,9 +8,11 @@ import re
 import shlex
 import shutil
 import signal
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -36,7 +38,15 @@ from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import load_recipe, to_toml
 from maskaq.data import SyntheticSet
-from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError, SynthesisError
+from maskaq.errors import (
+    CalibrationError,
+    CheckpointError,
+    DeviceError,
+    ModelError,
+    RecipeError,
+    RunFolderError,
+    SynthesisError,
+)
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
@@ -413,6 +423,68 @@ def test_a_device_that_is_not_there_is_refused_by_name_and_nothing_is_written(tm
     assert not (tmp_path / "run").exists()
 
 
+# ---- what a caller may have set or given
+
+
+@contextmanager
+def double_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, double_by_default])
+def test_torch_modes_of_the_caller_change_nothing_and_are_left_as_they_were(tmp_path, straight, checkpoint, mode):
+    model, source = from_file(checkpoint)
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        quantize(model, small_recipe(*WARM), tmp_path / "run", source=source)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()) == before
+        table = results.compare(results.open_run(tmp_path / "run"), batches, device="cpu")
+    assert_same_run(tmp_path / "run", straight(WARM))
+    assert table == results.compare(results.open_run(tmp_path / "run"), batches, device="cpu")
+
+
+def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, straight):
+    with torch.inference_mode():
+        model = tiny_vit()
+    quantize(model, small_recipe(*WARM), tmp_path / "run")
+    assert_same_run(tmp_path / "run", straight(WARM))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        (dict(recipe=3), RecipeError, "unknown recipe '3'"),
+        (dict(recipe=None), RecipeError, "unknown recipe 'None'"),
+        (dict(bits=4), RecipeError, "quantization.bits '4': expected wXaY"),
+        (dict(seed="one"), RecipeError, "seed: expected a whole number, got 'one'"),
+        (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
+        (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
+        (dict(device=3.5), DeviceError, "device: expected a name such as cpu or cuda:1, got 3.5"),
+        (dict(model="cifar10_vit"), ModelError, "maskaq.load_model('cifar10_vit') loads it"),
+        (dict(model=None), ModelError, "NoneType is not a supported model"),
+        (dict(model=tiny_vit().to("meta")), ModelError, "on the meta device, where it has no weights"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_a_wrong_kind_is_told_in_one_line(tmp_path, given, kind, words):
+    asked = {"model": tiny_vit(), "recipe": small_recipe(), "out": tmp_path / "run"} | given
+    with pytest.raises(kind) as raised:
+        quantize(**asked)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path, straight):
+    source = {"name": VIT, "args": VIT_ARGS, "checkpoint": tmp_path / "weights.safetensors"}
+    quantize(tiny_vit(), small_recipe(*WARM), tmp_path / "run", seed=numpy.int64(0), source=source)
+    assert_same_run(tmp_path / "run", straight(WARM))
+    assert results.open_run(tmp_path / "run").source["checkpoint"] == str(source["checkpoint"])
+
+
 # ---- compare
 
 
@@ -438,7 +510,8 @@ def opened(tmp_path, checkpoint) -> results.OpenedRun:
 
 def batches(_model):
     generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 4) for _ in range(2)]
+    images = [torch.randn(16, 3, 32, 32, generator=generator, dtype=torch.float32) for _ in range(2)]
+    return [(part, torch.arange(16) % 4) for part in images]
 
 
 ROWS = ["full precision", "round to nearest", "searched ranges", "maskaq"]

@@ -18,7 +18,7 @@ from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import MODEL_FILE, pick_device, range_images, weights_digest
+from maskaq.run import MODEL_FILE, own_torch_modes, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
@@ -59,6 +59,7 @@ class OpenedRun:
         """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
         return self._uncalibrated(self.recipe.quantization)
 
+    @own_torch_modes()
     def _uncalibrated(self, scheme: Quantization) -> nn.Module:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher, run = self.teacher(), RunFolder.read(self.folder)
@@ -70,6 +71,7 @@ class OpenedRun:
         init_ranges_(student, range_images(teacher, SyntheticSet.concatenate(images), self.recipe), scheme)
         return student
 
+    @own_torch_modes()
     def calibrated(self) -> nn.Module:
         """The calibrated student of the last epoch. Needs no teacher."""
         if not (self.folder / MODEL_FILE).exists():

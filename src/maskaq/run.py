@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import operator
 import platform
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from maskaq import randomness, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
-from maskaq.errors import DeviceError, SynthesisError
+from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
@@ -41,6 +42,19 @@ class Result:
     """The synthetic images of the last round."""
 
 
+@contextmanager
+def own_torch_modes() -> Iterator[None]:
+    """Gradients, and float32 for what is made anew: whatever the caller's `torch.no_grad` or default dtype says."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@own_torch_modes()
 def quantize(
     model: nn.Module,
     recipe: Recipe | str | Path = "quick",
@@ -67,9 +81,14 @@ def quantize(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
-        recipe = replace(recipe, quantization=replace(recipe.quantization, bits=bits.strip().lower()))
-    watch = watch or Watch()
-    teacher = expose(model).to(pick_device(device))
+        recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
+    watch, seed = watch or Watch(), _whole_number(seed)
+    if not isinstance(out, str | Path):
+        raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
+    teacher = expose(model)
+    if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
+        raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    teacher = teacher.to(pick_device(device))
     student = quantized_twin(teacher, recipe.quantization)
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
     calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch)
@@ -211,9 +230,18 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     try:
         picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=picked).item()
+    except TypeError as error:
+        raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return picked
+
+
+def _whole_number(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError as error:
+        raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
 
 
 def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:

@@ -312,7 +312,8 @@ class RunFolder:
         _check_ours(root)
         with _explained(root):
             root.mkdir(parents=True, exist_ok=True)
-        asked = json.loads(json.dumps({"format": FORMAT, "identity": identity, "facts": facts or {}}))
+        record = {"format": FORMAT, "identity": identity, "facts": facts or {}}
+        asked = json.loads(json.dumps(record, default=str))  # a path among the facts
         lock = _lock(root)
         try:
             run = _start_or_resume(root, asked)

@@ -8,7 +8,7 @@ import copy
 from typing import Any
 
 from timm.data import resolve_model_data_config
-from timm.models import get_pretrained_cfg_value, list_models
+from timm.models import get_pretrained_cfg, list_models
 from torch import nn
 
 from maskaq.errors import ModelError
@@ -30,6 +30,8 @@ _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 def expose(model: nn.Module) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
+    if isinstance(model, str):
+        raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
     if family is None:
         raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
@@ -84,7 +86,8 @@ def supported_names() -> list[str]:
 
 def has_classifier(name: str) -> bool:
     """Whether timm's own weights of a model come with a classifier; those of self-supervised models do not."""
-    return bool(get_pretrained_cfg_value(name, "num_classes") != 0)
+    config = get_pretrained_cfg(name)
+    return config is not None and config.num_classes != 0
 
 
 def _supported() -> str:

@@ -467,6 +467,7 @@ MISTAKES = {
         ["unknown model 'cifar10_vti'", "Did you mean 'cifar10_vit'?"],
     ),
     "calibrate a foreign folder": (lambda f, p: ["calibrate", str(p / "foreign")], ["foreign is not a run folder"]),
+    "calibrate nothing": (lambda f, p: ["calibrate", str(p / "gone")], ["gone does not exist: expected the --out"]),
     "embedded model with arguments": (
         lambda f, p: ["inspect", "cifar10_vit", "--model-arg", "depth=3"],
         ["cifar10_vit is embedded with its weights"],

@@ -631,6 +631,6 @@ def test_lost_images_blame_calibration_once_the_student_was_calibrated(tmp_path,
         return SyntheticSet(torch.zeros(len(kept), 3, 32, 32, dtype=torch.uint8), kept % 4, kept)
 
     monkeypatch.setattr(Synthesizer, "__call__", make)
-    with pytest.raises(SynthesisError, match=rf"8 of 8 images of round {round + 1} were lost") as raised:
+    with pytest.raises(SynthesisError, match="8 of 8 images were lost") as raised:
         quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert [name for name in ("synthesis.lr", "calibration.lr") if f"lower {name}" in str(raised.value)] == [blamed]

@@ -269,8 +269,11 @@ def test_another_format_is_refused_by_name(run):
 
 
 def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
-    with pytest.raises(RunFolderError, match="is not a run folder: expected"):
+    with pytest.raises(RunFolderError, match="nowhere does not exist: expected"):
         RunFolder.read(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RunFolderError, match="other is not a run folder: expected"):
+        RunFolder.read(tmp_path / "other")
     reader = RunFolder.read(run.root)
     for write in (
         lambda: reader.write_json("metrics.json", {}),

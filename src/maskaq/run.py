@@ -160,12 +160,12 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
         if round:  # the round before went well with the same teacher: what is new is the calibrated student
             refresh_lr = f", or refresh.lr (now {recipe.refresh.lr})" if recipe.refresh.lr else ""
             cause = (
-                f"the calibrated student has probably diverged: lower calibration.lr (now {recipe.calibration.lr}) "
-                f"or set calibration.clip_grad{refresh_lr}"
+                f"by round {round + 1} the student has probably diverged: lower calibration.lr "
+                f"(now {recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
             )
         raise SynthesisError(
-            f"{lost_in_all} of {config.images} images of round {round + 1} were lost to NaN or Inf, more than "
-            f"synthesis.max_lost {config.max_lost} allows; {cause}, in a new run folder"
+            f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
+            f"{config.max_lost} allows; {cause}, in a new run folder"
         )
     return images
 

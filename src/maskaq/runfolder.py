@@ -337,9 +337,8 @@ class RunFolder:
         """The folder for reading only, without lock; another process may be at work in it."""
         root = Path(path)
         if not os.path.isfile(root / "run.json"):
-            raise RunFolderError(
-                f"{root} is not a run folder: expected the --out of an earlier run, with run.json in it"
-            )
+            what = "is not a run folder" if root.exists() else "does not exist"
+            raise RunFolderError(f"{root} {what}: expected the --out of an earlier run, with run.json in it")
         return cls(root, _read_run(root))
 
     def close(self) -> None:

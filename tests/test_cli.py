@@ -2,8 +2,11 @@
 nothing half done."""
 
 import errno
+import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,16 +23,21 @@ from helpers import (
     content,
     hook,
     left_half_written,
+    small_recipe,
     tensors,
     tiny_swin,
     tiny_vit,
 )
 from PIL import Image
+from rich.console import Console
 
 import maskaq
 from maskaq import cli, zoo
+from maskaq import console as draw
 from maskaq.config import describe_keys, shipped_recipes
+from maskaq.evaluation import EvalResult
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
+from maskaq.models import expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.run import MODEL_FILE
 
@@ -118,6 +126,10 @@ def test_help_shows_every_command_and_an_example_of_each_of_the_main_ones(call):
     assert all(f"maskaq {name}" in out for name in ("quantize", "evaluate", "inspect", "list", "demo"))
 
 
+def test_maskaq_alone_prints_the_help(call):
+    assert call() == (0, call("--help")[1], "")
+
+
 def test_the_version_is_told_by_the_module_without_loading_torch():
     done = by_process("-X", "importtime", "-m", "maskaq", "--version")
     assert done.returncode == 0 and done.stdout == f"maskaq {maskaq.__version__}\n"
@@ -143,6 +155,15 @@ def test_list_prints_every_name_at_the_start_of_a_line_and_what_it_means(call, w
         assert all(len(line.split()) > 1 for line in lines)
 
 
+def test_list_recipes_prints_whole_sentences_and_list_keys_whole_columns(call):
+    recipes = call("list", "recipes")[1]
+    assert all(len(line) <= 120 for line in recipes.splitlines())
+    assert all(text.rstrip().endswith(".") for text in re.split(r"^\w+ +", recipes, flags=re.M)[1:])
+    lines = call("list", "keys")[1].splitlines()
+    columns = {line.index(f"  {doc}") for line, (_, _, doc) in zip(lines, describe_keys(), strict=True) if doc}
+    assert len(columns) == 1
+
+
 def test_a_list_cut_short_by_its_reader_is_no_error():
     script = f"{sys.executable} -m maskaq list keys | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -155,6 +176,12 @@ def test_inspect_shows_layers_bits_and_how_small_it_gets(call, files):
     (row,) = [line for line in out.splitlines() if "blocks.0.attn.qkv" in line]
     assert row.replace("│", " ").split()[:7] == ["blocks.0.attn.qkv", "linear", "48", "x", "16", "4", "8"]
     assert "x smaller" in out and "blocks.1.mlp.fc2" in out and "head" in out
+
+
+def test_inspect_needs_no_weights(call, monkeypatch):
+    monkeypatch.setattr("maskaq.models.load._pretrained", lambda *_: pytest.fail("downloaded"))
+    code, out, err = call("inspect", "deit_tiny_patch16_224")
+    assert code == 0 and not err and "blocks.11.mlp.fc2" in out and "22.87 MB in float32" in out
 
 
 # ---- end to end
@@ -175,7 +202,12 @@ def test_quantize_with_images_prints_plan_progress_and_table_in_plain_lines(call
 def test_quantize_without_images_says_how_to_evaluate(call, files, finished):
     code, out, _ = call(*quantize(files, finished))
     assert code == 0 and f"evaluate it with: maskaq evaluate {finished} --data DIR" in out
-    assert "estimate" not in out  # there is nothing left to do
+
+
+def test_a_finished_run_says_that_it_is_and_is_still_evaluated(call, files, finished):
+    code, out, _ = call(*quantize(files, finished, "--data", str(files / "data")))
+    assert code == 0 and f"{finished} is finished" in out and "calibrate, round 2 of 2: 100 % from before" in out
+    assert "estimate" not in out and all(row in out for row in ROWS)
 
 
 def test_quantize_with_a_subset_of_the_classes_needs_their_index(call, files, tmp_path):
@@ -213,16 +245,17 @@ def test_evaluate_a_run_prints_the_table_and_writes_it_as_json(call, files, fini
     argv = ("evaluate", finished, "--data", files / "data", "--device", "cpu", "--json", tmp_path / "table.json")
     code, out, err = call(*argv)
     assert code == 0 and not err and all(name in out for name in ROWS)
-    table = json.loads((tmp_path / "table.json").read_text())
+    table = json.loads((tmp_path / "table.json").read_text())["accuracy"]
     assert list(table) == ROWS and table["maskaq"]["n"] == 12
     assert set(table["maskaq"]) == {"top1", "top5", "n", "standard_error"}
+    assert (tmp_path / "table.json").read_text() == (finished / "metrics.json").read_text()
 
 
 def test_evaluate_a_model_of_ones_own(call, files, tmp_path):
     options = ("--data", files / "data", "--device", "cpu", "--crop-pct", "1.0", "--interpolation", "nearest")
     code, out, err = call("evaluate", *model(files), *options, "--json", tmp_path / "table.json")
     assert code == 0 and not err and "full precision" in out and "round to nearest" not in out
-    assert json.loads((tmp_path / "table.json").read_text())["full precision"]["n"] == 12
+    assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["full precision"]["n"] == 12
 
 
 def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
@@ -244,6 +277,50 @@ def test_a_folder_with_brackets_and_colons_in_its_name_is_printed_as_it_is(call,
     out = tmp_path / "[red]run[/] :star:"
     code, text, _ = call(*quantize(files, out, "--set", "calibration.epochs=0"))
     assert code == 0 and f"quantized model: {out}/{MODEL_FILE}" in text
+    assert f"maskaq evaluate {shlex.quote(str(out))} --data DIR" in text  # a command is printed as a shell takes it
+
+
+def test_a_trailing_slash_is_dropped_from_what_is_printed(call, files, tmp_path):
+    argv = quantize(files, tmp_path / "run", command="synthesize")
+    argv[argv.index(str(tmp_path / "run"))] += "/"
+    code, out, _ = call(*argv)
+    assert code == 0 and f"go on with: maskaq calibrate {tmp_path / 'run'}\n" in out and "run/;" not in out
+
+
+# ---- what is said of a plan and of its outcome
+
+
+def plan(*overrides: str) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    exposed = expose(tiny_vit())
+    console.print(draw.plan_table("mine", exposed, geometry(exposed), small_recipe(*overrides), "cpu", "runs/mine"))
+    return console.export_text()
+
+
+def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be():
+    assert "refresh    once, continuing, 2 steps each" in plan() and "images: about 49 kB" in plan()
+    assert "images: about 49 MB" in plan("synthesis.images=8000")
+    assert "no refresh: refresh.every 4 is not below calibration.epochs 4" in plan("refresh.every=4")
+    assert "no refresh\n" in re.sub(" +\n", "\n", plan("refresh.every=0"))
+
+
+@pytest.mark.parametrize(
+    ("top1", "words"),
+    [
+        ((90.0, 50.0, 80.0), "round to nearest loses 40.0 points of top-1; maskaq wins back 75 % of them"),
+        ((90.0, 50.0, 40.0), "maskaq is worse still"),
+        (
+            (90.0, 89.5, 90.1),
+            "costs nothing measurable on 1000 images: 0.5 points of top-1, with a standard error of 1.4",
+        ),
+        ((90.0, 90.2, 90.1), "costs nothing measurable on 1000 images: -0.2 points"),
+        ((100.0, 100.0, 100.0), "costs nothing measurable"),
+    ],
+)
+def test_a_share_is_only_told_of_a_loss_that_can_be_measured(top1, words):
+    full, nearest, ours = (EvalResult(top1=value, top5=100.0, n=1000) for value in top1)
+    sentence = draw.won_back({"full precision": full, "round to nearest": nearest, "maskaq": ours})
+    assert words in sentence and ("%" in sentence) == ("wins back" in words)
 
 
 # ---- mistakes
@@ -277,7 +354,11 @@ MISTAKES = {
         lambda f, p: change(f, p / "run", VIT, "vit_tiny_patch16_244"),
         ["unknown model 'vit_tiny_patch16_244'", "Did you mean 'vit_tiny_patch16_224'?", "maskaq list models"],
     ),
-    "unsupported model": (lambda f, p: ["inspect", "resnet18"], ["error: "]),
+    "unsupported model": (
+        lambda f, p: ["quantize", "resnet18", "--out", str(p / "run")],
+        ["ResNet is not a supported model. Supported: "],
+    ),
+    "unsupported model to inspect": (lambda f, p: ["inspect", "resnet18"], ["ResNet is not a supported model"]),
     "bad model argument": (
         lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depht=3"],
         ["timm cannot build", "depht"],
@@ -378,10 +459,15 @@ MISTAKES = {
         ["foreign is neither a run folder (it has no run.json) nor a model name"],
     ),
     "evaluate nothing": (
-        lambda f, p: ["evaluate", str(p / "gone"), "--data", str(f / "data")],
-        ["gone"],
+        lambda f, p: ["evaluate", f"{p / 'gone'}/", "--data", str(f / "data")],
+        ["there is no run folder", "gone: expected the --out of an earlier run"],
+    ),
+    "evaluate an unknown model": (
+        lambda f, p: ["evaluate", "cifar10_vti", "--data", str(f / "data")],
+        ["unknown model 'cifar10_vti'", "Did you mean 'cifar10_vit'?"],
     ),
     "calibrate a foreign folder": (lambda f, p: ["calibrate", str(p / "foreign")], ["foreign is not a run folder"]),
+    "calibrate nothing": (lambda f, p: ["calibrate", str(p / "gone")], ["gone does not exist: expected the --out"]),
     "embedded model with arguments": (
         lambda f, p: ["inspect", "cifar10_vit", "--model-arg", "depth=3"],
         ["cifar10_vit is embedded with its weights"],
@@ -404,6 +490,7 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
     assert code == 1
     assert err.startswith("error: ") and err.count("error: ") == 1 and "Traceback" not in err + out
     assert [word for word in words if word not in err] == []
+    assert "calibrate" not in out or "cannot write" in err  # no plan for what is refused, but by the disk
     assert content(place) == before and left_half_written(place) == []
     assert not (place / "run").exists()
 
@@ -411,7 +498,6 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "COMMAND"),
         (["quantise", "x"], "quantise"),
         (["quantize"], "MODEL"),
         (["evaluate", "x"], "--data"),
@@ -444,8 +530,8 @@ def test_a_folder_that_cannot_be_written_is_named(call, files, tmp_path, monkeyp
 
 def test_the_folder_of_another_run_is_refused_with_the_setting_that_differs(call, files, finished):
     before = content(finished)
-    code, _, err = call(*quantize(files, finished, "--seed", "3", "--set", "synthesis.lr=0.5"))
-    assert code == 1 and "holds another run" in err and "Traceback" not in err
+    code, out, err = call(*quantize(files, finished, "--seed", "3", "--set", "synthesis.lr=0.5"))
+    assert code == 1 and not out and "holds another run" in err and "Traceback" not in err
     assert "seed: 0 in the folder, 3 asked" in err and "recipe.synthesis.lr: 0.1 in the folder, 0.5 asked" in err
     assert content(finished) == before
 
@@ -509,10 +595,39 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
     with pytest.MonkeyPatch.context() as patch:
         hook(patch.setattr, where, n, interrupt)
         code, _, err = call(*quantize(files, out))
-    assert code == 130 and "give the same command again to go on where it stopped" in err and "Traceback" not in err
+    assert code == 130 and "latest checkpoint are kept, work since then is done again" in err and "Traceback" not in err
+    assert "give the same command again to go on" in err
     assert left_half_written(out) == [] and not (out / MODEL_FILE).exists()
     assert call(*quantize(files, out))[0] == 0
     assert_same_run(out, finished)
+
+
+def test_sigterm_is_told_in_one_line_with_143_and_the_folder_is_free_again(files, tmp_path, finished):
+    out = tmp_path / "run"
+    slow = "import time; from helpers import hook; from maskaq import cli; "
+    slow += (
+        "hook(setattr, 'maskaq.calibration:Calibrator._step', 3, lambda: (print('now', flush=True), time.sleep(60)))"
+    )
+    code = f"import sys; {slow}; sys.exit(cli.main(sys.argv[1:]))"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    argv = [sys.executable, "-c", code, *quantize(files, out)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=os.environ | {"PYTHONPATH": path}) as process:
+        assert "now\n" in iter(process.stdout.readline, "")
+        process.terminate()
+        err = process.communicate()[1]
+    assert process.returncode == 143
+    assert err.strip().startswith("terminated. Finished shards") and len(err.strip().splitlines()) == 1
+    assert cli.main(quantize(files, out)) == 0
+    assert_same_run(out, finished)
+
+
+def test_an_interrupted_look_promises_nothing(call, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("maskaq.commands.inspect", interrupt)
+    assert call("inspect", "cifar10_vit") == (130, "", "\ninterrupted\n")
 
 
 def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):

@@ -60,6 +60,11 @@ def test_uneven_batches_count_every_image_once():
     assert evaluate(Echo(), parts) == evaluate(Echo(), [(RANKED, LABELS)])
 
 
+def test_images_in_another_precision_than_the_model_are_taken():
+    batches = [(torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4) % 3)]
+    assert evaluate(tiny_vit(), batches).n == 4
+
+
 @pytest.mark.parametrize("classes", [2, 3, 4, 5])
 def test_with_at_most_five_classes_top_5_is_all(classes):
     labels = torch.arange(classes)

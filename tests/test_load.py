@@ -464,8 +464,24 @@ def test_pretrained(hub):
     hub()
     model = load_model("test_vit")
     assert not model.training and model.num_classes == 1000
-    assert load_model("test_vit", None, {"num_classes": 0}).num_classes == 0
     assert "untrained head" in message(load_model, "test_vit", None, {"num_classes": 3}, kind=ModelError)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [("resnet18", {}, "ResNet is not a supported model"), ("test_vit", {"num_classes": 0}, "has no classifier")],
+)
+def test_what_cannot_be_quantized_is_refused_before_anything_is_downloaded(hub, name, args, words):
+    hub(AssertionError("downloaded"))
+    assert words in message(load_model, name, None, args, kind=ModelError)
+
+
+@pytest.mark.parametrize("args", [{}, {"img_size": 32, "depth": 2}])
+def test_a_shape_is_the_model_without_its_weights(hub, args):
+    hub(AssertionError("downloaded"))
+    shape, whole = load.load_shape("test_vit", args), vit(**args)
+    assert {k: v.shape for k, v in shape.state_dict().items()} == {k: v.shape for k, v in whole.state_dict().items()}
+    assert "foo=1" in message(load.load_shape, "test_vit", {"foo": 1}, kind=ModelError)
 
 
 @pytest.mark.parametrize("reachable", [True, False])

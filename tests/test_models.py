@@ -12,7 +12,8 @@ from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from maskaq.errors import ModelError
-from maskaq.models import data_config, expose, geometry, supported_names
+from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models.load import load_shape
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.taps import taps
 
@@ -531,6 +532,17 @@ def test_supported_names_are_timms_names_of_the_families():
     assert {"deit_tiny_patch16_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224"} <= set(names)
     assert "vit_tiny_patch16_224" in names and "resnet18" not in names and names == sorted(set(names))
     assert not [name for name in names if name.startswith("swinv2")]
+
+
+@pytest.mark.parametrize("name", supported_names())
+def test_every_supported_name_can_be_exposed(name):
+    depth = {"depths": (1, 1, 1, 1)} if name.startswith("swin") else {"depth": 1}
+    expose(load_shape(name, {"num_classes": 2, **depth}))
+
+
+def test_models_whose_weights_have_no_classifier_are_known():
+    lacking = [name for name in supported_names() if not has_classifier(name)]
+    assert "vit_small_patch14_dinov2" in lacking and "deit_tiny_patch16_224" not in lacking
 
 
 def test_matmul_multiplies_and_knows_its_signs():

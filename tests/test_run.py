@@ -4,10 +4,15 @@ that is not the run's own."""
 import errno
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -31,8 +36,17 @@ from helpers import (
 
 from maskaq import results, runfolder
 from maskaq.calibration import Calibrator
-from maskaq.config import to_toml
-from maskaq.errors import CalibrationError, CheckpointError, DeviceError, RunFolderError
+from maskaq.config import load_recipe, to_toml
+from maskaq.data import SyntheticSet
+from maskaq.errors import (
+    CalibrationError,
+    CheckpointError,
+    DeviceError,
+    ModelError,
+    RecipeError,
+    RunFolderError,
+    SynthesisError,
+)
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
@@ -124,6 +138,17 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+def test_progress_of_a_resumed_run_starts_at_what_is_done(tmp_path):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.runfolder:RunFolder.save_checkpoint", 3, interrupt, after=True)
+        quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)  # three of four epochs are kept
+    ears = Ears()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert ears.stages == [("synthesize, round 2 of 2", 16, 16), ("calibrate, round 2 of 2", 16, 8)]
+    assert ears.notes == []
+
+
 def disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -188,8 +213,11 @@ def test_a_finished_run_called_again_changes_nothing_and_makes_nothing(tmp_path,
     before = content(out)
     for cls, name in ((Synthesizer, "_optimise"), (Calibrator, "_step")):
         monkeypatch.setattr(cls, name, lambda *_, **__: pytest.fail("a finished run has nothing to do"))
-    result = quantize(tiny_vit(), recipe, out, forecast=True)
+    ears = Ears()
+    result = quantize(tiny_vit(), recipe, out, forecast=True, watch=ears)
     assert content(out) == before
+    assert len(ears.notes) == 1 and ears.notes[0].startswith(f"{out} is finished")
+    assert [(total, done) for _, total, done in ears.stages] == [(16, 16), (16, 16)]
     assert_same({k: v.detach() for k, v in result.model.state_dict().items()}, tensors(out / MODEL_FILE))
     assert len(result.images) == 8
 
@@ -234,6 +262,7 @@ def test_the_log_tells_of_every_shard_and_every_epoch(straight):
     epochs = [(e["round"], e["epoch"]) for e in events if e["stage"] == "calibrate"]
     assert epochs == [(0, 0), (0, 1), (1, 2), (1, 3)]
     assert all(e["loss"] > 0 for e in events if e["stage"] == "calibrate")
+    assert all(e["seconds"] > 0 for e in events)
 
 
 def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
@@ -333,6 +362,18 @@ def test_a_damaged_model_file_is_named_and_the_same_command_mends_it(tmp_path, c
     assert (out / MODEL_FILE).read_bytes() == sound
 
 
+def test_a_recipe_toml_that_was_edited_is_noticed_and_changes_nothing(tmp_path, straight):
+    out, recipe = copy_of(straight(WARM), tmp_path / "run"), small_recipe(*WARM)
+    (out / "recipe.toml").write_bytes((out / "recipe.toml").read_bytes().replace(b"steps = 3", b"steps = \xff"))
+    ears = Ears()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert ears.notes[0].startswith(f"{out / 'recipe.toml'} was changed")
+    assert_same_run(out, straight(WARM))
+    (out / "recipe.toml").unlink()
+    quantize(tiny_vit(), recipe, out, watch=ears)
+    assert load_recipe(out / "recipe.toml") == recipe and not [n for n in ears.notes[1:] if "was changed" in n]
+
+
 # ---- refusals
 
 
@@ -354,6 +395,7 @@ def test_a_folder_of_another_run_is_refused_by_the_key_that_differs_and_left_alo
     with pytest.raises(RunFolderError) as raised:
         quantize(asked["model"], asked["recipe"], out, seed=asked["seed"])
     assert key in str(raised.value) and "choose another --out" in str(raised.value)
+    assert not re.search("[0-9a-f]{13}", str(raised.value))  # a digest is cut to what one can compare
     assert content(out) == before
 
 
@@ -381,6 +423,68 @@ def test_a_device_that_is_not_there_is_refused_by_name_and_nothing_is_written(tm
     assert not (tmp_path / "run").exists()
 
 
+# ---- what a caller may have set or given
+
+
+@contextmanager
+def double_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, double_by_default])
+def test_torch_modes_of_the_caller_change_nothing_and_are_left_as_they_were(tmp_path, straight, checkpoint, mode):
+    model, source = from_file(checkpoint)
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
+        quantize(model, small_recipe(*WARM), tmp_path / "run", source=source)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()) == before
+        table = results.compare(results.open_run(tmp_path / "run"), batches, device="cpu")
+    assert_same_run(tmp_path / "run", straight(WARM))
+    assert table == results.compare(results.open_run(tmp_path / "run"), batches, device="cpu")
+
+
+def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, straight):
+    with torch.inference_mode():
+        model = tiny_vit()
+    quantize(model, small_recipe(*WARM), tmp_path / "run")
+    assert_same_run(tmp_path / "run", straight(WARM))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        (dict(recipe=3), RecipeError, "unknown recipe '3'"),
+        (dict(recipe=None), RecipeError, "unknown recipe 'None'"),
+        (dict(bits=4), RecipeError, "quantization.bits '4': expected wXaY"),
+        (dict(seed="one"), RecipeError, "seed: expected a whole number, got 'one'"),
+        (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
+        (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
+        (dict(device=3.5), DeviceError, "device: expected a name such as cpu or cuda:1, got 3.5"),
+        (dict(model="cifar10_vit"), ModelError, "maskaq.load_model('cifar10_vit') loads it"),
+        (dict(model=None), ModelError, "NoneType is not a supported model"),
+        (dict(model=tiny_vit().to("meta")), ModelError, "on the meta device, where it has no weights"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_a_wrong_kind_is_told_in_one_line(tmp_path, given, kind, words):
+    asked = {"model": tiny_vit(), "recipe": small_recipe(), "out": tmp_path / "run"} | given
+    with pytest.raises(kind) as raised:
+        quantize(**asked)
+    assert words in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path, straight):
+    source = {"name": VIT, "args": VIT_ARGS, "checkpoint": tmp_path / "weights.safetensors"}
+    quantize(tiny_vit(), small_recipe(*WARM), tmp_path / "run", seed=numpy.int64(0), source=source)
+    assert_same_run(tmp_path / "run", straight(WARM))
+    assert results.open_run(tmp_path / "run").source["checkpoint"] == str(source["checkpoint"])
+
+
 # ---- compare
 
 
@@ -406,7 +510,8 @@ def opened(tmp_path, checkpoint) -> results.OpenedRun:
 
 def batches(_model):
     generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 4) for _ in range(2)]
+    images = [torch.randn(16, 3, 32, 32, generator=generator, dtype=torch.float32) for _ in range(2)]
+    return [(part, torch.arange(16) % 4) for part in images]
 
 
 ROWS = ["full precision", "round to nearest", "searched ranges", "maskaq"]
@@ -433,6 +538,15 @@ def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
     assert nearest.state_dict()[scales] > searched.state_dict()[scales]  # min-max covers all, the search cuts outliers
 
 
+def test_the_images_of_a_run_are_those_of_its_latest_round(opened):
+    images, folder = opened.images(), RunFolder.read(opened.folder)
+    assert len(images) == 8
+    assert torch.equal(images.images[:4], folder.load_shard(1, 0)["images"])
+    shutil.rmtree(opened.folder / "images")
+    with pytest.raises(RunFolderError, match="has no images; make them with: maskaq calibrate"):
+        opened.images()
+
+
 def test_without_the_teachers_file_the_rows_that_need_it_say_so_and_ours_is_still_there(opened, checkpoint):
     checkpoint.unlink()
     table = results.compare(opened, batches, device="cpu")
@@ -453,9 +567,10 @@ def test_a_teachers_file_with_other_weights_is_noticed(opened, checkpoint):
 
 def test_a_run_that_is_not_finished_has_no_calibrated_model_and_says_how_to_get_it(tmp_path, checkpoint):
     model, source = from_file(checkpoint)
-    quantize(model, small_recipe(), tmp_path / "run", source=source, only_images=True)
-    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate"):
-        results.open_run(tmp_path / "run").calibrated()
+    quantize(model, small_recipe(), tmp_path / "my run", source=source, only_images=True)
+    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate") as raised:
+        results.open_run(tmp_path / "my run").calibrated()
+    assert str(raised.value).endswith(shlex.quote(str(tmp_path / "my run")))
 
 
 def test_a_run_of_a_model_without_a_name_cannot_be_opened_and_says_why(straight):
@@ -507,3 +622,15 @@ def test_a_student_that_diverges_in_its_last_step_is_not_saved(tmp_path, monkeyp
     with pytest.raises(CalibrationError, match=r"became NaN or Inf by epoch \d.*calibration\.lr"):
         quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert not (tmp_path / "run" / MODEL_FILE).exists()
+
+
+@pytest.mark.parametrize(("round", "blamed"), [(0, "synthesis.lr"), (1, "calibration.lr")])
+def test_lost_images_blame_calibration_once_the_student_was_calibrated(tmp_path, monkeypatch, round, blamed):
+    def make(_synthesizer, indices, number=0, _start=None):
+        kept = indices[:0] if number == round else indices
+        return SyntheticSet(torch.zeros(len(kept), 3, 32, 32, dtype=torch.uint8), kept % 4, kept)
+
+    monkeypatch.setattr(Synthesizer, "__call__", make)
+    with pytest.raises(SynthesisError, match="8 of 8 images were lost") as raised:
+        quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    assert [name for name in ("synthesis.lr", "calibration.lr") if f"lower {name}" in str(raised.value)] == [blamed]

@@ -4,7 +4,11 @@ import argparse
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -25,27 +29,34 @@ A run continues where it stopped when the same command is given again."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; the exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 interrupted."""
+    """Run one command; exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 Ctrl-C, 143 SIGTERM."""
     # Threads that wait by spinning take the cores from each other on a busy machine; read when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):  # a terminal without ± or a path's letters gets them as \xb1
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
-    args = parser.parse_args(argv)
-    args.words = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        parser.print_help()
+        return 0
+    args = parser.parse_args(words)
+    args.words = words
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
     plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}  # a path may hold [x] or :x:
     console, errors = Console(width=width, **plain), Console(stderr=True, **plain)  # type: ignore[arg-type]
     try:
-        commands = importlib.import_module("maskaq.commands")  # brings torch and timm: only for a command that parsed
-        getattr(commands, args.command)(args, console)
+        with _sigterm_interrupts():
+            commands = importlib.import_module("maskaq.commands")  # brings torch, timm: only for a command that parsed
+            getattr(commands, args.command)(args, console)
     except MaskaqError as error:
         errors.print(f"error: {error}", style="red")
         return 1
-    except KeyboardInterrupt:
-        errors.print("\ninterrupted. Nothing is lost: give the same command again to go on where it stopped.")
-        return 130
+    except KeyboardInterrupt as stop:
+        errors.print(
+            f"\n{'terminated' if isinstance(stop, _Terminated) else 'interrupted'}{_how_to_go_on(args.command)}"
+        )
+        return 143 if isinstance(stop, _Terminated) else 130
     except BrokenPipeError:  # `maskaq list models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (RuntimeError, MemoryError) as error:
@@ -59,6 +70,35 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return 1
     return 0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they kill: the same way out as Ctrl-C, so that locks are freed."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _how_to_go_on(command: str) -> str:
+    if command not in ("quantize", "synthesize", "calibrate", "demo"):
+        return ""
+    return (
+        ". Finished shards of images and the latest checkpoint are kept, work since then is done again: "
+        "give the same command again to go on"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(sub)
     _data_options(sub, required=True)
 
-    sub = command("inspect", "what would be quantized, layer by layer, with sizes")
+    sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
     _model_options(sub)
     _recipe_options(sub)
 

@@ -2,10 +2,12 @@
 
 import argparse
 import ast
+import itertools
 import shlex
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,21 @@ from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder
 from maskaq.engine import pick_engine
-from maskaq.errors import DataError, ModelError
+from maskaq.errors import DataError, ModelError, RecipeError, RunFolderError, unknown
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.inspection import inspect_model
-from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
-from maskaq.models import data_config, expose, geometry, supported_names
-from maskaq.models.load import architecture_of, load_model, rebuild
+from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
+from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
 from maskaq.quant.quantizers import QUANTIZERS
+from maskaq.runfolder import RunFolder
+
+_HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
 
 def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
-    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    recipe = _recipe(args)
     args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits}"
     model_args = _model_args(args.model_arg)
     model = load_model(args.model, args.checkpoint, model_args)
@@ -54,6 +59,7 @@ def synthesize(args: argparse.Namespace, console: Console) -> None:
 
 def calibrate(args: argparse.Namespace, console: Console) -> None:
     opened = _opened(args.folder, args.checkpoint)
+    _check_names(opened.recipe)
     source = opened.source
     args.out, args.model, args.seed = args.folder, source["name"], opened.seed
     _run(args, console, opened.recipe, load_model(source["name"], source["checkpoint"], source["args"]), source, False)
@@ -69,11 +75,14 @@ def _run(
 ) -> None:
     """Plan, run, evaluate, summary."""
     began = time.monotonic()
+    args.out = str(Path(args.out))  # without a trailing slash
     device = run.pick_device(args.device)
     batches = _batches(args) if args.data else None
     if batches:
         batches(model)  # a wrong folder is told now, not after the work
-    console.print(draw.plan_table(args.model, model, geometry(expose(model)), recipe, str(device), args.out))
+    exposed = expose(model)
+    RunFolder.check(args.out, run.identity(model, recipe, args.seed))
+    console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))
     with draw.watch_for(console) as watch:
         run.quantize(
             model,
@@ -90,7 +99,7 @@ def _run(
         table = results.compare(results.open_run(args.out), batches, device=device, watch=watch) if batches else None
     console.print()
     if only_images:
-        console.print(f"images are in {args.out}; go on with: maskaq calibrate {args.out}")
+        console.print(f"images are in {args.out}; go on with: maskaq calibrate {shlex.quote(args.out)}")
         return
     if table:
         console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
@@ -98,14 +107,19 @@ def _run(
         results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{run.MODEL_FILE}   ({draw.duration(time.monotonic() - began)})")
     if not table:
-        console.print(f"evaluate it with: maskaq evaluate {args.out} --data DIR")
+        console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> None:
     batches, device = _batches(args), run.pick_device(args.device)
-    is_run = (Path(args.model) / "run.json").exists()
-    if not is_run and Path(args.model).exists():
-        raise ModelError(f"{args.model} is neither a run folder (it has no run.json) nor a model name")
+    path = Path(args.model)
+    is_run = (path / "run.json").exists()
+    if is_run:
+        args.model = str(path)  # without a trailing slash
+    elif path.exists():
+        raise ModelError(f"{path} is neither a run folder (it has no run.json) nor a model name")
+    elif path.name != args.model:  # it has a slash: meant as a folder
+        raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
     table: dict[str, EvalResult | str]
     with draw.watch_for(console) as watch:
         if is_run:
@@ -122,12 +136,16 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     if is_run:
         results.write_metrics(args.model, table, args.data)
     if args.json:
-        runfolder.write_json_atomic(args.json, results.plain(table))
+        runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
 
 
 def inspect(args: argparse.Namespace, console: Console) -> None:
-    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
-    report = inspect_model(load_model(args.model, args.checkpoint, _model_args(args.model_arg)), recipe)
+    recipe = _recipe(args)
+    model_args = _model_args(args.model_arg)
+    model = (
+        load_model(args.model, args.checkpoint, model_args) if args.checkpoint else load_shape(args.model, model_args)
+    )
+    report = inspect_model(model, recipe)
     table = Table(title=f"{args.model} {recipe.quantization.bits}", title_justify="left")
     for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
         table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
@@ -159,16 +177,19 @@ def bench(args: argparse.Namespace, console: Console) -> None:
 
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
-        lines: Iterable[str] = [f"{name} (embedded)" for name in zoo.embedded_names()] + supported_names()
+        lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
+        lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
     elif args.what == "recipes":
-        lines = [f"{name:12}{_first_comment(text)}" for name, text in shipped_recipes().items()]
+        lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
     elif args.what == "terms":
         both = {"synthesis": SYNTHESIS_TERMS, "calibration": CALIBRATION_TERMS}
         lines = [f"{stage}.terms.{spec.name:26}{spec.doc}" for stage, terms in both.items() for spec in terms.values()]
     elif args.what == "quantizers":
         lines = [f"{name:10}{(cls.__doc__ or '').splitlines()[0]}" for name, cls in QUANTIZERS.items()]
     else:
-        lines = [f"{key:42}{default:12}{doc}" for key, default, doc in describe_keys()]
+        keys = list(describe_keys())
+        width = 2 + max(len(default) for _, default, _ in keys)
+        lines = [f"{key:42}{default:{width}}{doc}" for key, default, doc in keys]
     for line in lines:
         print(line)
     sys.stdout.flush()
@@ -227,6 +248,27 @@ def _model_args(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
+def _recipe(args: argparse.Namespace) -> Recipe:
+    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    _check_names(recipe)
+    return recipe
+
+
+def _check_names(recipe: Recipe) -> None:
+    """RecipeError for a quantizer or a term that does not exist: before weights are fetched and a plan is shown."""
+    for name in (recipe.quantization.weight, recipe.quantization.activation):
+        if name not in QUANTIZERS:
+            raise RecipeError(unknown("quantizer", name, QUANTIZERS))
+    Objective(SYNTHESIS_TERMS, recipe.synthesis.terms, "synthesis.terms")
+    Objective(CALIBRATION_TERMS, recipe.calibration.terms, "calibration.terms")
+
+
 def _first_comment(text: str) -> str:
-    lines = text.splitlines()
-    return lines[0].lstrip("# ") if lines and lines[0].startswith("#") else ""
+    """The first paragraph of the comment that a recipe starts with."""
+    lines = [line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#")]
+    return " ".join(itertools.takewhile(bool, lines))
+
+
+def _hanging(name: str, text: str) -> str:
+    """A name and what it means, in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, initial_indent=f"{name:12}", subsequent_indent=" " * 12)

@@ -209,7 +209,7 @@ def load_recipe(source: str | Path = "paper", *overrides: str, bits: str | None 
     for text in overrides:
         _merge(tree, _parse_override(text))
     if bits is not None:
-        _merge(tree, {"quantization": {"bits": bits.strip().lower()}})
+        _merge(tree, {"quantization": {"bits": str(bits).strip().lower()}})
     return recipe_from_dict(tree)
 
 

@@ -117,11 +117,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
+def size(bytes: int) -> str:
+    """24_000 -> 24 kB; 3_100_000 -> 3 MB."""
+    return f"{bytes / 1e6:.0f} MB" if bytes >= 1e6 else f"{bytes / 1e3:.0f} kB"
+
+
 def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
     """What a run will do."""
     scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    megabytes = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size) / 1e6
+    stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row(
@@ -134,13 +139,18 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     table.add_row("images", f"{synthesis.images} x {synthesis.steps} steps, in batches of {synthesis.batch}")
     if refreshes:
         start = "continuing" if recipe.refresh.start == "warm" else "from noise"
-        table.add_row("refresh", f"{refreshes} times, {start}, {recipe.steps_in_round(1)} steps each")
+        times = "once" if refreshes == 1 else f"{refreshes} times"
+        table.add_row("refresh", f"{times}, {start}, {recipe.steps_in_round(1)} steps each")
+    else:
+        every = recipe.refresh.every
+        why = f": refresh.every {every} is not below calibration.epochs {calibration.epochs}" if every else ""
+        table.add_row("refresh", f"no refresh{why}")
     table.add_row(
         "calibrate",
         f"{calibration.epochs} epochs of {calibration.optimizer}, lr {calibration.lr:g}, batch {calibration.batch}",
     )
     table.add_row("device", device)
-    table.add_row("folder", f"{out} (images: about {megabytes:.0f} MB)")
+    table.add_row("folder", f"{out} (images: about {size(stored)})")
     return table
 
 
@@ -159,9 +169,14 @@ def accuracy_table(rows: dict[str, EvalResult | str], title: str) -> Table:
 def won_back(rows: dict[str, EvalResult | str]) -> str:
     """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
     full, nearest, ours = rows[FULL_PRECISION], rows[NEAREST], rows[CALIBRATED]
-    if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str) or full.top1 <= nearest.top1:
+    if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str):
         return ""
-    lost = full.top1 - nearest.top1
+    lost, noise = full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
+    if lost <= noise:  # a share of nothing would be a random number
+        return (
+            f"round to nearest costs nothing measurable on {full.n} images: {lost:.1f} points of top-1, "
+            f"with a standard error of {noise:.1f}"
+        )
     share = 100 * (ours.top1 - nearest.top1) / lost
     outcome = f"maskaq wins back {share:.0f} % of them" if share >= 0 else "maskaq is worse still: calibrate for longer"
     return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"

@@ -151,8 +151,8 @@ class TensorImages(Dataset):
     def __init__(self, images: Tensor, labels: Tensor, model: nn.Module) -> None:
         config = data_config(model)
         self.images, self.labels = images, labels
-        self.mean = torch.tensor(config["mean"]).view(-1, 1, 1)
-        self.std = torch.tensor(config["std"]).view(-1, 1, 1)
+        self.mean = torch.tensor(config["mean"], dtype=torch.float32).view(-1, 1, 1)
+        self.std = torch.tensor(config["std"], dtype=torch.float32).view(-1, 1, 1)
 
     def __len__(self) -> int:
         return len(self.labels)

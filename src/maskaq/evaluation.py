@@ -34,14 +34,14 @@ class EvalResult:
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: Watch | None = None) -> EvalResult:
     """Accuracy of a model, full precision or quantized, over batches of (images, labels)."""
     watch = watch or Watch()
-    device = next(model.parameters()).device
+    weight = next(model.parameters())  # images follow its device and its dtype
     hits1 = hits5 = n = 0
     was_training = model.training
     model.eval()
     try:
         with frozen(model) if quantizers(model) else nullcontext():
             for images, labels in batches:
-                logits, labels = model(images.to(device)), labels.to(device)
+                logits, labels = model(images.to(weight.device, weight.dtype)), labels.to(weight.device)
                 if not torch.isfinite(logits).all():
                     raise DataError("the model's predictions contain NaN or Inf; its weights or ranges are damaged")
                 hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]

@@ -35,9 +35,8 @@ def _mix(x: Tensor) -> Tensor:
 
 def fold(keys: Tensor, value: int | Tensor | str) -> Tensor:
     """New keys from keys and a number, a tensor of numbers, or the name of a purpose."""
-    if isinstance(value, str):
-        value = _number(value)
-    return _mix(keys * _GOLDEN + value + 1)
+    number = _number(value) if isinstance(value, str) else value
+    return _mix(keys * _GOLDEN + number + 1)
 
 
 @torch.compiler.assume_constant_result

@@ -1,5 +1,6 @@
 """Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import MODEL_FILE, pick_device, range_images, weights_digest
+from maskaq.run import MODEL_FILE, own_torch_modes, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
@@ -58,6 +59,7 @@ class OpenedRun:
         """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
         return self._uncalibrated(self.recipe.quantization)
 
+    @own_torch_modes()
     def _uncalibrated(self, scheme: Quantization) -> nn.Module:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher, run = self.teacher(), RunFolder.read(self.folder)
@@ -69,11 +71,12 @@ class OpenedRun:
         init_ranges_(student, range_images(teacher, SyntheticSet.concatenate(images), self.recipe), scheme)
         return student
 
+    @own_torch_modes()
     def calibrated(self) -> nn.Module:
         """The calibrated student of the last epoch. Needs no teacher."""
         if not (self.folder / MODEL_FILE).exists():
             raise RunFolderError(
-                f"{self.folder} is not finished: run its command again to go on (`maskaq calibrate DIR`)"
+                f"{self.folder} is not finished: run its command again to go on, or: {_calibrate(self.folder)}"
             )
         student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
         tensors, _ = runfolder.read_tensors(self.folder / MODEL_FILE)
@@ -81,10 +84,22 @@ class OpenedRun:
             student.load_state_dict(tensors)
         except RuntimeError as error:
             raise RunFolderError(
-                f"{self.folder / MODEL_FILE} is of another model or recipe than the run; delete it and run "
-                "`maskaq calibrate DIR`: it is made anew"
+                f"{self.folder / MODEL_FILE} is of another model or recipe than the run; delete it, and it is made "
+                f"anew by: {_calibrate(self.folder)}"
             ) from error
         return student
+
+    def images(self) -> SyntheticSet:
+        """The synthetic images of the latest round that is there."""
+        run, rounds = RunFolder.read(self.folder), range(len(self.recipe.rounds))
+        latest = next((round for round in reversed(rounds) if run.shards(round)), None)
+        if latest is None:
+            raise RunFolderError(f"{self.folder} has no images; make them with: {_calibrate(self.folder)}")
+        return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(latest, shard)) for shard in run.shards(latest))
+
+
+def _calibrate(folder: Path) -> str:
+    return f"maskaq calibrate {shlex.quote(str(folder))}"
 
 
 def open_run(folder: str | Path) -> OpenedRun:
@@ -125,9 +140,10 @@ def compare(
 
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
     """metrics.json of a run folder: what `compare` found, and on which images."""
-    runfolder.write_json_atomic(Path(folder) / "metrics.json", {"data": data, "accuracy": plain(table)})
+    runfolder.write_json_atomic(Path(folder) / "metrics.json", metrics(table, data))
 
 
-def plain(table: dict[str, EvalResult | str]) -> dict[str, Any]:
-    """The table in plain values, for JSON."""
-    return {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
+def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
+    """The table in plain values, as in metrics.json."""
+    rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
+    return {"data": data, "accuracy": rows}

@@ -1,8 +1,11 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
 import hashlib
+import operator
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.engine import Engine, pick_engine
-from maskaq.errors import DeviceError, SynthesisError
+from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
@@ -39,6 +42,19 @@ class Result:
     """The synthetic images of the last round."""
 
 
+@contextmanager
+def own_torch_modes() -> Iterator[None]:
+    """Gradients, and float32 for what is made anew: whatever the caller's `torch.no_grad` or default dtype says."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@own_torch_modes()
 def quantize(
     model: nn.Module,
     recipe: Recipe | str | Path = "quick",
@@ -67,10 +83,15 @@ def quantize(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
-        recipe = replace(recipe, quantization=replace(recipe.quantization, bits=bits.strip().lower()))
-    watch = watch or Watch()
+        recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
+    watch, seed = watch or Watch(), _whole_number(seed)
+    if not isinstance(out, str | Path):
+        raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
     device = pick_device(device)
-    teacher = expose(model).to(device)
+    teacher = expose(model)
+    if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
+        raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    teacher = teacher.to(device)
     student = quantized_twin(teacher, recipe.quantization)
     engine = pick_engine(device, fast, watch)
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
@@ -78,9 +99,16 @@ def quantize(
 
     settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source, engine)
     with RunFolder.open(out, *settings) as run:
+        if run.read_text("recipe.toml") != to_toml(recipe):
+            watch.note(
+                f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
+                "run.json. Delete it to have it written anew"
+            )
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
-        if forecast and not run.path(MODEL_FILE).exists():
+        if run.path(MODEL_FILE).exists() and first_epoch == recipe.calibration.epochs:
+            watch.note(f"{out} is finished: its model is made, nothing is left to calibrate")
+        elif forecast:
             watch.forecast(_forecast(synthesizer, run, first_epoch, only_images))
         images = None
         for round, epochs in enumerate(recipe.rounds):
@@ -91,10 +119,15 @@ def quantize(
                 break
             if first_epoch == 0 and round == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
-            watch.stage(f"calibrate, round {round + 1} of {len(recipe.rounds)}", len(images) * len(epochs))
+            left = range(max(first_epoch, epochs.start), epochs.stop)
+            title = f"calibrate, round {round + 1} of {len(recipe.rounds)}"
+            watch.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
             last_saved = time.monotonic()
-            for epoch in range(max(first_epoch, epochs.start), epochs.stop):
-                run.event(stage="calibrate", round=round, epoch=epoch, **calibrator.epoch(images, epoch))
+            for epoch in left:
+                began = time.monotonic()
+                losses = calibrator.epoch(images, epoch)
+                seconds = time.monotonic() - began
+                run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
                 if epoch == epochs.stop - 1 or time.monotonic() - last_saved > checkpoint_seconds:
                     _checkpoint(run, student, calibrator, epoch + 1)
                     last_saved = time.monotonic()
@@ -121,10 +154,16 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     images = SyntheticSet.concatenate(sets)
     lost_in_all = config.images - len(images)
     if lost_in_all > config.max_lost * config.images or not len(images):
+        cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
+        if round:  # the round before went well with the same teacher: what is new is the calibrated student
+            refresh_lr = f", or refresh.lr (now {recipe.refresh.lr})" if recipe.refresh.lr else ""
+            cause = (
+                f"by round {round + 1} the student has probably diverged: lower calibration.lr "
+                f"(now {recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
+            )
         raise SynthesisError(
             f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
-            f"{config.max_lost} allows; check the model's weights, or lower synthesis.lr (now {config.lr}), "
-            "in a new run folder"
+            f"{config.max_lost} allows; {cause}, in a new run folder"
         )
     return images
 
@@ -193,9 +232,18 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     try:
         picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=picked).item()
+    except TypeError as error:
+        raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return picked
+
+
+def _whole_number(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError as error:
+        raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
 
 
 def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:

@@ -37,6 +37,7 @@ _ZEROS = b"0" * 64
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 # What a run killed before its run.json was in place may have left behind.
 _UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
+_SHA256 = re.compile("[0-9a-f]{64}")
 _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 
 
@@ -61,6 +62,11 @@ def _explained(path: Path, needed: int = 4096) -> Iterator[None]:
 def _damaged(path: Path, reason: object, remedy: str) -> RunFolderError:
     """The error for a file that is there and is not what was written."""
     return RunFolderError(f"{path} is damaged ({reason}): {remedy}")
+
+
+def _short(value: Any) -> Any:
+    """A SHA-256 digest cut to what tells it from another one at a glance; anything else as it is."""
+    return f"{value[:12]}..." if isinstance(value, str) and _SHA256.fullmatch(value) else value
 
 
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
@@ -150,7 +156,8 @@ def _unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], di
     digest = sha256(data[: found.start(1)] + _ZEROS)
     digest.update(memoryview(data)[found.end(1) :])
     if digest.hexdigest() != found[1].decode():
-        raise _damaged(path, f"digest {found[1].decode()} expected, {digest.hexdigest()} found", remedy)
+        expected = found[1].decode()
+        raise _damaged(path, f"digest {_short(expected)} expected, {_short(digest.hexdigest())} found", remedy)
     metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
     del metadata["digest"]
     return safetensors.torch.load(data), metadata
@@ -211,7 +218,9 @@ def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any]) -> Non
     was, asked = _dotted(old), _dotted(new)
     lines = [f"{root} holds another run:"]
     for key in was | asked:
-        here, there = (json.dumps(side[key], ensure_ascii=False) if key in side else "absent" for side in (was, asked))
+        here, there = (
+            json.dumps(_short(side[key]), ensure_ascii=False) if key in side else "absent" for side in (was, asked)
+        )
         if key not in was or key not in asked or was[key] != asked[key]:
             lines.append(f"  {key}: {here} in the folder, {there} asked")
     raise RunFolderError("\n".join([*lines, "choose another --out, or give the settings of the folder"]))
@@ -303,7 +312,8 @@ class RunFolder:
         _check_ours(root)
         with _explained(root):
             root.mkdir(parents=True, exist_ok=True)
-        asked = json.loads(json.dumps({"format": FORMAT, "identity": identity, "facts": facts or {}}))
+        record = {"format": FORMAT, "identity": identity, "facts": facts or {}}
+        asked = json.loads(json.dumps(record, default=str))  # a path among the facts
         lock = _lock(root)
         try:
             run = _start_or_resume(root, asked)
@@ -314,14 +324,21 @@ class RunFolder:
             raise
         return cls(root, run, lock)
 
+    @staticmethod
+    def check(path: str | Path, identity: Mapping[str, Any]) -> None:
+        """Raises what `open` would raise for a folder of something or somebody else; touches nothing."""
+        root = Path(path)
+        _check_ours(root)
+        if os.path.isfile(root / "run.json"):
+            _check_identity(root, _read_run(root)["identity"], json.loads(json.dumps(identity)))
+
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":
         """The folder for reading only, without lock; another process may be at work in it."""
         root = Path(path)
         if not os.path.isfile(root / "run.json"):
-            raise RunFolderError(
-                f"{root} is not a run folder: expected the --out of an earlier run, with run.json in it"
-            )
+            what = "is not a run folder" if root.exists() else "does not exist"
+            raise RunFolderError(f"{root} {what}: expected the --out of an earlier run, with run.json in it")
         return cls(root, _read_run(root))
 
     def close(self) -> None:
@@ -353,6 +370,10 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         """What `write_json` put into the file called name."""
         return _read_json(self.root / name)
+
+    def read_text(self, name: str) -> str:
+        """The file called name as text; bytes that are not UTF-8 come as question marks."""
+        return _read_bytes(self.root / name).decode(errors="replace")
 
     # ---- events
 
@@ -415,7 +436,7 @@ class RunFolder:
         if len(data) != entry["bytes"]:
             raise _damaged(path, f"{entry['bytes']} bytes expected, {len(data)} found", _ANEW)
         if (found := sha256(data).hexdigest()) != entry["sha256"]:
-            raise _damaged(path, f"sha256 {entry['sha256']} expected, {found} found", _ANEW)
+            raise _damaged(path, f"sha256 {_short(entry['sha256'])} expected, {_short(found)} found", _ANEW)
         return _unseal(data, path, _ANEW)[0]
 
     def shards(self, round: int) -> list[int]:

@@ -147,7 +147,7 @@ class _FusedLosses(LossRunner):
 def _fused_attention(
     attention: AttentionProducts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> dict[str, Tensor]:
-    """`AttentionProducts.products` in one kernel. Probabilities never reach memory: who wants them gets the plain way."""
+    """`AttentionProducts.products` in one kernel, in which probabilities never reach memory."""
     grid = _probability_grid(attention.av, q)
     listened = any(point.startswith("probs") for point in attention.tapped)
     if listened or grid is None or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):

@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 from timm.data import resolve_model_data_config
+from timm.models import get_pretrained_cfg, list_models
 from torch import nn
 
 from maskaq.errors import ModelError
@@ -17,14 +18,20 @@ from maskaq.shapes import Geometry
 
 FAMILIES = (vit, swin)
 
-__all__ = ["AttentionProducts", "Matmul", "data_config", "expose", "geometry", "supported_names"]
+__all__ = ["AttentionProducts", "Matmul", "data_config", "expose", "geometry", "has_classifier", "supported_names"]
 
+# timm's files of the families; models of the same names in other files are hybrids, relative positions, EVA.
+_MODULES = ("vision_transformer", "deit", "swin_transformer")
+# Names in these files that `expose` refuses for their blocks, their attention or their pooling by attention.
+_REFUSED = ("*_xp_*", "vit_d*wee_*", "vit_pwee_*", "vit_dlittle_*", "*_map_*", "*_siglip_[0-9]*")
 _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 
 
 def expose(model: nn.Module) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
+    if isinstance(model, str):
+        raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
     if family is None:
         raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
@@ -71,10 +78,16 @@ def geometry(exposed: nn.Module) -> Geometry:
 
 
 def supported_names() -> list[str]:
-    """timm model names of the supported families (a name may still hold a layer that is refused by name)."""
-    import timm
+    """timm model names that can be quantized, given weights with a classifier (`has_classifier`)."""
+    patterns = [pattern for family in FAMILIES for pattern in family.NAMES]
+    found = (list_models(patterns, module=module, exclude_filters=_REFUSED) for module in _MODULES)
+    return sorted({name for names in found for name in names})
 
-    return sorted({name for family in FAMILIES for pattern in family.NAMES for name in timm.list_models(pattern)})
+
+def has_classifier(name: str) -> bool:
+    """Whether timm's own weights of a model come with a classifier; those of self-supervised models do not."""
+    config = get_pretrained_cfg(name)
+    return config is not None and config.num_classes != 0
 
 
 def _supported() -> str:

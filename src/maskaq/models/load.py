@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from maskaq import zoo
 from maskaq.errors import CheckpointError, ModelError, unknown
+from maskaq.models import expose, supported_names
 
 State = dict[str, Tensor]
 
@@ -53,7 +54,8 @@ def load_model(name: str, checkpoint: str | Path | None = None, model_args: dict
     """The named model in eval mode and fp32, with timm's pretrained weights or those of `checkpoint`.
 
     `model_args` go to timm.create_model and win over what the checkpoint's shapes say. Raises ModelError for a name
-    or an argument that timm does not know, CheckpointError for weights that cannot be had or do not fit.
+    or an argument that timm does not know, or a pretrained model that cannot be quantized (before it is downloaded),
+    CheckpointError for weights that cannot be had or do not fit.
     """
     args = _checked_args(model_args or {})
     if name in zoo.embedded_names():
@@ -62,6 +64,18 @@ def load_model(name: str, checkpoint: str | Path | None = None, model_args: dict
         return zoo.embedded_model(name)
     model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
     return model.float().eval()
+
+
+def load_shape(name: str, model_args: dict[str, Any] | None = None) -> nn.Module:
+    """The named model for its shapes alone, without weights and without a download (an embedded one has its own)."""
+    if name in zoo.embedded_names():
+        return load_model(name, None, model_args)
+    args = _checked_args(model_args or {})
+    try:
+        with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
+            return create_timm(name, **args).eval()
+    except ModelError:
+        return create_timm(name, **args).eval()
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
@@ -127,11 +141,9 @@ def _check_name(name: str) -> None:
 
 
 def _near(name: str) -> list[str]:
-    """A few ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
+    """A few embedded, ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
     wanted = re.sub(r"[^a-z0-9]+", "_", name.split(".")[0].lower())
-    known: list[str] = []
-    for module in ("vision_transformer", "deit", "swin_transformer"):
-        known += timm.list_models(["vit_*", "deit*", "swin_*"], module=module)
+    known = zoo.embedded_names() + supported_names()
     found = [n for n in known if wanted and n.startswith(wanted)][:6] or get_close_matches(wanted, known, n=6)
     return found or ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224"]
 
@@ -149,12 +161,11 @@ def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
 
 def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
     """The model with the weights timm downloads (or has in its cache)."""
-    _check_name(name)
+    expose(load_shape(name, args))  # a wrong argument or an unsupported model is told before anything is fetched
     try:
         with _hub_or_cache():
             model = timm.create_model(name, pretrained=True, **args)
     except Exception as error:  # hub, URL, TLS, disk, "no pretrained weights": many classes, one remedy
-        create_timm(name, **args)  # a wrong argument is a ModelError, not a failed download
         raise CheckpointError(
             f"could not download the pretrained weights of {name!r}: {_one_line(error)}. {ADVICE}"
         ) from error

@@ -29,7 +29,7 @@ def embedded_model(name: str) -> nn.Module:
         with safe_open(path, framework="pt") as file:
             card = {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
         weights = safetensors.torch.load_file(path)
-    model = _CLASSES[name](**card["arguments"])
+    model = _CLASSES[name](**card["arguments"]).float()  # whatever torch's default is
     model.load_state_dict({key: value.float() for key, value in weights.items()})
     size = card["arguments"]["img_size"]
     model.pretrained_cfg = model.default_cfg = {

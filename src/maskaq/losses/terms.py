@@ -10,6 +10,7 @@ that images do not feel the batch they are in.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class SynthesisView:
     student_maps: Sequence[Tensor] = ()
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
+
+    @cached_property
+    def patch_maps(self) -> list[Tensor]:
+        """The teacher's maps of patches only, (B, W, H, Q, K): cut out once, for all terms that read them."""
+        return [layer.maps(raw) for layer, raw in zip(self.layers, self.maps, strict=True)]
 
 
 @dataclass
@@ -113,7 +119,7 @@ class Objective:
 
 
 def _layer_mean(function: Callable[[Tensor], Tensor], v: SynthesisView) -> Tensor:
-    return torch.stack([function(layer.maps(raw)) for layer, raw in zip(v.layers, v.maps, strict=True)]).mean(dim=0)
+    return torch.stack([function(maps) for maps in v.patch_maps]).mean(dim=0)
 
 
 @synthesis_term

@@ -398,6 +398,23 @@ def test_gradients_are_those_of_finite_differences(loss, inputs):
     assert gradcheck(lambda *x: loss(*x, *fixed), inputs, eps=1e-6, atol=1e-5)
 
 
+def test_gradients_of_head_ssim_hold_for_weights_that_no_mean_would_give():
+    weights = draw(*attention.head_ssim(maps()).shape, seed=2)  # not alike for a pair and its mirror
+    assert gradcheck(lambda x: (weights * attention.head_ssim(x)).sum(), [maps().requires_grad_()], eps=1e-6, atol=1e-5)
+
+
+def test_the_ends_of_a_map_have_the_values_and_gradients_of_amin_and_amax():
+    x = torch.tensor([[3.0, 1.0, 1.0, 2.0, 3.0], [2.0, 2.0, 2.0, 2.0, 2.0], [-1.0, 0.5, 4.0, 0.0, 1e-30]])
+    weights, found = torch.tensor([[1.5], [-2.0], [0.7]]), []
+    for ends in (attention._Ends.apply, lambda y: (y.amin(dim=-1, keepdim=True), y.amax(dim=-1, keepdim=True))):
+        leaf = x.clone().requires_grad_()
+        low, high = ends(leaf)
+        (low * weights + 3 * high * weights.square()).sum().backward()
+        found.append((low, high, leaf.grad))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 @each_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_there_is_one_number_per_image_in_the_dtype_of_the_input(loss, inputs, dtype):

@@ -57,12 +57,14 @@ def test_a_code_range_has_exactly_two_to_the_bits_codes(bits):
         assert low == (-(2 ** (bits - 1)) if signed else 0)
 
 
-def test_a_scaled_gradient_leaves_the_value_exactly_as_it_was():
-    x = (torch.rand(10_000) * 3).requires_grad_()
-    scaled = grid.scale_gradient(x, 0.0123)
-    assert torch.equal(scaled, x)
-    scaled.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, 0.0123))
+def test_a_learned_grid_is_a_length_and_a_code_with_scaled_gradients_straight_through():
+    scale = torch.tensor([0.3, -0.2], requires_grad=True)
+    zero_point = torch.tensor([2.6, 99.0], requires_grad=True)
+    length, code = grid.learned_grid(scale, zero_point, 0, 7, 0.0123)
+    assert torch.equal(length, scale.abs()) and code.tolist() == [3, 7]
+    (length.sum() + 2 * code.sum()).backward()
+    torch.testing.assert_close(scale.grad, torch.tensor([0.0123, -0.0123]))
+    torch.testing.assert_close(zero_point.grad, torch.full((2,), 0.0246))
 
 
 @every_kind
@@ -162,6 +164,43 @@ def test_lsq_weight_gradients_are_the_papers_for_each_channel(bits):
     torch.testing.assert_close(x.grad, expected[0])
     factor = 1 / math.sqrt(40 * high)  # 40 values share a scale
     torch.testing.assert_close(made.scale.grad, expected[1].sum(dim=1) * factor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high", "zero_point"), [(0, 7, 3), (0, 7, 0), (-4, 3, 0), (0, 255, 200)])
+def test_gradients_at_ties_just_beside_a_clamp_bound_follow_the_rounding(low, high, zero_point):
+    """Halves round to even: whether a value half a step beyond the last code is inside depends on that code."""
+    bounds = torch.tensor([low, high]) - zero_point
+    x = (bounds[:, None] + torch.linspace(-2, 2, 33)).flatten().requires_grad_()
+    scale, zero = torch.tensor(1.0, requires_grad=True), torch.tensor(float(zero_point), requires_grad=True)
+    upstream = torch.randn(x.shape)
+    grid.fake_quantize(x, scale, zero, low, high).backward(upstream)
+    to_x, to_scale, to_zero_point = analytic(x.detach(), scale.detach(), zero.detach(), low, high, upstream)
+    assert torch.equal(x.grad, to_x)
+    torch.testing.assert_close(scale.grad, to_scale.sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(zero.grad, to_zero_point.sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_do_not_depend_on_how_values_lie_in_memory():
+    x, upstream = samples(shape=(3, 4, 5)), torch.randn(3, 4, 5)
+    found = []
+    for lie in (lambda t: t, lambda t: t.mT.contiguous().mT):
+        for lie_upstream in (lambda t: t, lambda t: t.mT.contiguous().mT):
+            made, leaf = ready("lsq", "activation", 3), lie(x).clone().requires_grad_()
+            made(leaf).backward(lie_upstream(upstream))
+            found.append((leaf.grad, made.scale.grad, made.zero_point.grad))
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, same)
+
+
+def test_bfloat16_values_get_the_codes_of_float32():
+    values = torch.linspace(-3, 5, 4001).bfloat16()
+    made = ready("static", "activation", 8, values=values.float())
+    x = values.clone().requires_grad_()
+    out = made(x)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, made(values.float()).bfloat16())
+    out.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
 
 
 def test_values_at_both_ends_of_the_grid_and_a_zero_point_there_still_learn():

@@ -469,7 +469,7 @@ def _attention_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, _ = inputs
+    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, ctx.keep_scores = inputs
     _, _, lse = output
     ctx.set_materialize_grads(False)  # a result that nobody used arrives as None, not as zeros
     ctx.mark_non_differentiable(lse)
@@ -478,6 +478,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     q, k, v, bias, p_scale, lse = ctx.saved_tensors
+    d_scores = d_scores if ctx.keep_scores else None  # of scores that were not kept, a compiler hands over zeros
     if d_heads is None and d_scores is None:
         return (None,) * 8
     want_d_bias = ctx.needs_input_grad[4] and d_heads is not None

@@ -1,6 +1,7 @@
 """Losses on attention maps, (B, W, H, Q, K): images, windows, heads, queries, keys; patches only. Each gives (B,)."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,15 @@ def head_ssim(maps: Tensor) -> Tensor:
 
     Global (one window over all keys), after each query's map was brought to [0, 1]: heads may differ in scale.
     """
-    low, high = maps.amin(dim=-1, keepdim=True), maps.amax(dim=-1, keepdim=True)
-    a = ((maps - low) / (high - low + 1e-8)).transpose(2, 3)  # (B, W, Q, H, K)
-    mean = a.mean(dim=-1)
-    centred = a - mean[..., None]
-    covariance = centred @ centred.transpose(-2, -1) / a.shape[-1]  # (B, W, Q, H, H)
-    variance = covariance.diagonal(dim1=-2, dim2=-1)
-    luminance = (2 * _outer(mean) + _C1) / (_pair_sum(mean.square()) + _C1)
-    structure = (2 * covariance + _C2) / (_pair_sum(variance) + _C2)
+    maps = maps.transpose(2, 3).contiguous()  # (B, W, Q, H, K)
+    low, high = _Ends.apply(maps)
+    span, mean = high - low + 1e-8, maps.mean(dim=-1, keepdim=True)  # (B, W, Q, H, 1)
+    # Scaling to [0, 1] reaches the moments as factors: the maps themselves are only centred.
+    covariance = _gram(maps - mean) / maps.shape[-1] / (span * span.mT)  # (B, W, Q, H, H)
+    mean = (mean - low) / span
+    variance = covariance.diagonal(dim1=-2, dim2=-1)[..., None]
+    luminance = (2 * mean * mean.mT + _C1) / (mean.square() + mean.square().mT + _C1)
+    structure = (2 * covariance + _C2) / (variance + variance.mT + _C2)
     return luminance * structure
 
 
@@ -56,9 +58,25 @@ def masked_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
     return (mask * (teacher - student)).abs().sum(dim=1) / mask.sum(dim=1)
 
 
-def _outer(x: Tensor) -> Tensor:
-    return x[..., :, None] * x[..., None, :]
+def _gram(x: Tensor) -> Tensor:
+    """x @ x.mT; its gradient (G + G^T) x as one product with the small G + G^T, where autograd would take two of x."""
+    half = x @ x.detach().mT
+    return half + half.mT - half.detach()
 
 
-def _pair_sum(x: Tensor) -> Tensor:
-    return x[..., :, None] + x[..., None, :]
+class _Ends(torch.autograd.Function):
+    """Smallest and largest over the last axis, kept as an axis of 1. Gradients are those of amin and amax: equal shares
+    for all that tie. By hand because signs are several times faster than comparisons and boolean masks on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        ctx.save_for_backward(x, low, high)
+        return low, high
+
+    @staticmethod
+    def backward(ctx: Any, to_low: Tensor, to_high: Tensor) -> Tensor:
+        x, low, high = ctx.saved_tensors
+        lowest, highest = (low - x).sign_().add_(1), (x - high).sign_().add_(1)  # 1 at an end, else 0
+        to_low, to_high = to_low / lowest.sum(dim=-1, keepdim=True), to_high / highest.sum(dim=-1, keepdim=True)
+        return lowest.mul_(to_low).addcmul_(highest, to_high)

@@ -42,7 +42,8 @@ def head_mse(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
 def relative_error(teacher: Tensor, student: Tensor) -> Tensor:
     """Squared error over the teacher's variance, of tensors (B, ...): 0 is equal, 1 as bad as a constant."""
     t, s = teacher.flatten(1), student.flatten(1)
-    return (t - s).square().mean(dim=1) / t.var(dim=1, correction=0).clamp(min=1e-12)
+    variance = (t - t.mean(dim=1, keepdim=True)).square().mean(dim=1)  # much faster than torch.var on a CPU
+    return (t - s).square().mean(dim=1) / variance.clamp(min=1e-12)
 
 
 def _patch_mean(distance: Tensor, weights: Tensor) -> Tensor:

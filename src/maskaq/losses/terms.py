@@ -10,6 +10,7 @@ that images do not feel the batch they are in.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ class LossRunner:
 
     def over_maps(self, function: Callable[[Tensor], Tensor], view: "SynthesisView") -> Tensor:
         """(B,): a function of a layer's maps, averaged over the layers."""
-        layers = zip(view.layers, view.maps, strict=True)
-        return torch.stack([function(layer.maps(raw)) for layer, raw in layers]).mean(dim=0)
+        return torch.stack([function(maps) for maps in view.patch_maps]).mean(dim=0)
 
 
 @dataclass
@@ -53,6 +53,11 @@ class SynthesisView:
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
     run: LossRunner = LossRunner()
+
+    @cached_property
+    def patch_maps(self) -> list[Tensor]:
+        """The teacher's maps of patches only, (B, W, H, Q, K): cut out once, for all terms that read them."""
+        return [layer.maps(raw) for layer, raw in zip(self.layers, self.maps, strict=True)]
 
 
 @dataclass

@@ -161,10 +161,7 @@ class LSQ(Quantizer):
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         factor = 1.0 / math.sqrt(max(1, values_per_range) * self.high)
-        scale = grid.scale_gradient(self.scale.abs(), factor)  # a step is a length: its sign never matters
-        zero_point = grid.scale_gradient(self.zero_point, factor)
-        code = zero_point.detach().clamp(self.low, self.high).round()
-        return scale, code + (zero_point - zero_point.detach())  # straight through: one outside can come back
+        return grid.learned_grid(self.scale, self.zero_point, self.low, self.high, factor)
 
 
 @quantizer("static")

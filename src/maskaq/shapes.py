@@ -29,9 +29,9 @@ class Layer:
     """(N,) position of each raster patch among the W*Q window tokens; None where they are in raster order already."""
 
     def maps(self, attention: Tensor) -> Tensor:
-        """(B*W, H, T, T) -> (B, W, H, Q, K), patches only."""
-        p = self.prefix_tokens
-        return attention.unflatten(0, (-1, self.windows))[..., p:, p:]
+        """(B*W, H, T, T) -> (B, W, H, Q, K), patches only. Rows may be longer than T: the rest is padding."""
+        p, tokens = self.prefix_tokens, attention.shape[2]
+        return attention.unflatten(0, (-1, self.windows))[..., p:, p:tokens]
 
     def patch_attention(self, received: Tensor) -> Tensor:
         """(B*W, H, T) attention that each token receives -> (B, N): of each patch, mean over heads."""

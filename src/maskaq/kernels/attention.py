@@ -48,8 +48,8 @@ def attention(
         keep_scores: whether the scores are wanted; else an empty tensor stands for them.
 
     Returns:
-        heads (B, H, T, D), whose memory is (B, T, H, D), and scores (B, H, T, T), whose rows are padded with zeros
-        to a multiple of 8 values in memory. Both are differentiable and have the dtype of q.
+        heads (B, H, T, D), whose memory is (B, T, H, D), and scores (B, H, T, P), whose rows are padded with zeros
+        from T to P, a multiple of 8. Both are differentiable and have the dtype of q.
     """
     heads, scores, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores)
     return heads, scores
@@ -322,13 +322,7 @@ def _pitch(tokens: int) -> int:
 
 def _empty_scores(q: Tensor) -> Tensor:
     batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, heads, tokens, _pitch(tokens))[..., :tokens]
-
-
-def _rows_are_padded(scores: Tensor) -> bool:
-    """Whether each row may be read up to its pitch: an aligned piece that begins in memory ends in it too."""
-    aligned = scores.data_ptr() % 16 == 0 and all(stride % ROW_ALIGNMENT == 0 for stride in scores.stride()[:3])
-    return aligned and scores.stride(2) >= scores.shape[3]
+    return q.new_empty(batch, heads, tokens, _pitch(tokens))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -437,7 +431,7 @@ def _attention_backward(
         D_SCORES_BATCH=d_scores_batch,
         D_SCORES_HEAD=d_scores_head,
         D_SCORES_TOKEN=d_scores_token,
-        D_SCORES_READ=_pitch(tokens) if d_scores is not None and _rows_are_padded(d_scores) else tokens,
+        D_SCORES_READ=tokens if d_scores is None else d_scores.shape[-1],
         T=tokens,
         D=head_dim,
         PITCH=_pitch(tokens),
@@ -489,7 +483,7 @@ def _backward(ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, _: Tens
     dq, dk, dv = d_qkv.permute(2, 0, 3, 1, 4).unbind(0)
     d_bias = to_p_scale = None
     if want_d_bias:
-        d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32).to(bias.dtype)
+        d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32)[..., : q.shape[2]].to(bias.dtype)
     if want_d_p_scale:
         to_p_scale = d_p_scale.sum().to(p_scale.dtype).reshape(p_scale.shape)
     return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None

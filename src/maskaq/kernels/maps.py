@@ -35,7 +35,8 @@ def fits(heads: int, patches: int) -> bool:
 def map_losses(scores: Tensor, windows: int, prefix: int, squared: bool) -> tuple[Tensor, Tensor]:
     """(B*W, H, T, T) maps -> head_similarity (head_similarity_squared if `squared`) and similarity_entropy, both (B,).
 
-    The last axis must be contiguous. Rows padded to a multiple of 8 elements are read and written fastest.
+    Rows may be longer than T, up to the next multiple of 8: the rest is padding, and such rows are read and written
+    fastest. The last axis must be contiguous.
     """
     similarity, entropy, *_ = _map_losses(scores, windows, prefix, squared)
     return similarity, entropy
@@ -307,6 +308,10 @@ def _scores_kernel(
         before = tl.arange(0, PREFIX_BLOCK)
         zeros = tl.zeros((ROWS, PREFIX_BLOCK), tl.float32)
         tl.store(target + before[None, :], zeros, mask=inside[:, None] & (before < FIRST)[None, :])
+    if FIRST + COLUMNS < D_WIDTH:
+        after = FIRST + COLUMNS + tl.arange(0, 8)
+        rest = tl.zeros((ROWS, 8), tl.float32)
+        tl.store(target + after[None, :], rest, mask=inside[:, None] & (after < D_WIDTH)[None, :])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ class _Plan:
     """Block sizes for a shape, and what of it the kernels are told."""
 
     def __init__(self, scores: Tensor, windows: int, prefix: int) -> None:
-        self.count, self.heads, tokens, _ = scores.shape
+        self.count, self.heads, tokens, width = scores.shape
         self.windows, self.patches = windows, tokens - prefix
         self.images = self.count // windows
         self.pairs = max(1, windows * self.patches * (self.patches - 1))  # a window of one patch has none
@@ -327,7 +332,7 @@ class _Plan:
         self.groups = triton.cdiv(tokens, group)
         # Rows of whole 16-byte vectors are read as such; the vector across the end of a row lies in its padding.
         *strides, last = scores.stride()
-        assert last == 1 and fits(self.heads, self.patches)
+        assert last == 1 and fits(self.heads, self.patches) and tokens <= width <= _up(tokens, 8)
         align = 8 if all(x % 8 == 0 for x in strides) and strides[2] >= tokens else 1
         self.strides = [x // align for x in strides]
         # fp16 has as many digits as tf32, and all that it has to hold is between -1 and 1 or scaled to fit.
@@ -422,7 +427,7 @@ def _map_losses_backward(
         _scores_kernel[(p.count * p.groups,)](
             scores, direction, variance, statistics, g_similarity.contiguous(), g_entropy.contiguous(), d_scores,
             statistics[0].numel(), *p.strides,
-            WINDOWS=windows, PAIRS=p.pairs, D_STRIDE=stride, D_WIDTH=min(stride, _up(scores.shape[3], 8)),
+            WINDOWS=windows, PAIRS=p.pairs, D_STRIDE=stride, D_WIDTH=scores.shape[3],
             PREFIX_BLOCK=triton.next_power_of_2(max(1, prefix)), SQUARED=squared, **p.tile,
         )  # fmt: skip
     return d_scores
@@ -430,11 +435,7 @@ def _map_losses_backward(
 
 @_map_losses_backward.register_fake
 def _like(scores: Tensor, *rest: object, **named: object) -> Tensor:
-    """A new tensor of the shape of the scores, with rows padded as theirs."""
-    count, heads, tokens, _ = scores.shape
-    row = scores.stride(2)
-    row = row if tokens <= row <= _up(tokens, 16) else tokens
-    return scores.new_empty((count, heads, tokens, row))[..., :tokens]
+    return scores.new_empty(scores.shape)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:

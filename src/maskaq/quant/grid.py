@@ -39,7 +39,7 @@ class _LearnedGrid(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(scale)
         ctx.factor = factor
-        return scale.abs(), zero_point.clamp(low, high).round_()
+        return scale.abs(), zero_point.clamp(low, high).round()  # not round_: see _FakeQuantize
 
     @staticmethod
     def backward(
@@ -71,10 +71,13 @@ class _FakeQuantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
-        steps = x.to(torch.promote_types(x.dtype, torch.float32)) / scale  # in bfloat16 many values would change codes
+        wide = torch.promote_types(x.dtype, torch.float32)  # in bfloat16 many values would change codes
+        steps = (x if x.dtype == wide else x.to(wide)) / scale
         ctx.save_for_backward(steps, scale, zero_point)
         ctx.codes = (low, high)
-        return steps.round().add_(zero_point).clamp_(low, high).sub_(zero_point).mul_(scale).to(x.dtype)
+        # The last operation makes a new tensor: torch.compile (2.11) loses the gradient of one that was written into.
+        values = steps.round().add_(zero_point).clamp_(low, high).sub_(zero_point) * scale
+        return values if x.dtype == wide else values.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -90,5 +93,5 @@ class _FakeQuantize(torch.autograd.Function):
             slope = codes.clamp_(low, high).sub_(zero_point).mul_(grad).addcmul_(inside, steps, value=-1)
             to_scale = slope.sum_to_size(scale.shape)
         if ctx.needs_input_grad[2]:  # grad * -scale outside
-            to_zero_point = torch.sub(inside, grad, out=codes).mul_(scale).sum_to_size(zero_point.shape)
+            to_zero_point = (inside - grad).mul_(scale).sum_to_size(zero_point.shape)
         return inside if ctx.needs_input_grad[0] else None, to_scale, to_zero_point, None, None

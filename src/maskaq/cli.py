@@ -30,8 +30,11 @@ A run continues where it stopped when the same command is given again."""
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; exit code: 0 done, 1 a clear error, 2 a mistake in the command, 130 Ctrl-C, 143 SIGTERM."""
-    # Threads that wait by spinning take the cores from each other on a busy machine; read when torch is first imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that spin while they wait take the cores from each other on a busy machine, threads that sleep at once
+    # wake up late thousands of times a step: they spin briefly. Both are read when torch is first imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):  # a terminal without ± or a path's letters gets them as \xb1
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq.engine import Engine, Step
+from maskaq.engine.plain import Engine, Step
 from maskaq.kernels import attention as attention_kernel
 from maskaq.kernels import maps as maps_kernel
 from maskaq.losses import attention as map_losses

@@ -53,6 +53,7 @@ class AttentionProducts(nn.Module):
 
     def products(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
         """All that can be listened to."""
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # slices of one tensor: every pass over them is slower
         scores = self.qk(q, k.transpose(-2, -1))
         logits = scores * self.scale
         if bias is not None:

@@ -1,0 +1,45 @@
+"""The plain engine: every step as it is written, eager and in float32, on any device. And the face of every engine."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ContextManager
+
+from torch import nn
+
+from maskaq.losses.terms import LossRunner
+
+Step = Callable[[], None]
+
+
+class Engine:
+    """The plain way, and the face of every engine."""
+
+    name = "plain"
+    losses = LossRunner()
+    seconds_between_looks = 0.0
+    """How often the loss is read back from the device, which waits for it."""
+    captures = False
+    """Whether a step is replayed: then it may touch only tensors that stay where they are, and never wait for them."""
+
+    def applied(self, model: nn.Module) -> ContextManager[None]:
+        """While it lasts the model's blocks run the engine's way; afterwards it is as it was."""
+        return nullcontext()
+
+    def precision(self) -> ContextManager[Any]:
+        """Around forward passes."""
+        return nullcontext()
+
+    def repeated(self, step: Step) -> Step:
+        """A step that will be called many times."""
+        return step
+
+    def once(self) -> ContextManager[Any]:
+        """Around work of a shape that will not come again: not worth a set-up."""
+        return nullcontext()
+
+    def compiled(self, function: Callable) -> Callable:
+        """A function of tensors that will be called many times with the same shapes."""
+        return function
+
+
+PLAIN = Engine()

@@ -40,7 +40,7 @@ def compiled(kernel, absent, constants, options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    full_precision = {"p_scale_ptr", "bias_ptr", "lse_ptr", "d_p_scale_ptr"}
+    full_precision = {"p_scale_ptr", "bias_ptr", "lse_ptr", "d_p_scale_ptr", "received_ptr", "d_received_ptr"}
     constants = {**constants, **dict.fromkeys(absent)}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -60,7 +60,7 @@ def compiled(kernel, absent, constants, options):
 @pytest.mark.parametrize(("tokens", "head_dim", "absent"), [(197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())])
 def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
     pitch = -(-tokens // 8) * 8
-    shape = dict(T=tokens, D=head_dim, PITCH=pitch, P_TOP=15)
+    shape = dict(T=tokens, D=head_dim, PITCH=pitch, P_TOP=15, FIRST_READER=0, READERS=1)
     rows = dict(
         D_SCORES_BATCH=3 * tokens * pitch, D_SCORES_HEAD=tokens * pitch, D_SCORES_TOKEN=pitch, D_SCORES_READ=pitch
     )
@@ -95,12 +95,13 @@ def plain(q, k, v, bias, p_scale, p_top):
     probs = logits.float().softmax(-1)
     if p_scale is not None:
         probs = grid.fake_quantize(probs, p_scale, 0, 0, p_top)
-    return probs.to(v.dtype) @ v, scores
+    return probs.to(v.dtype) @ v, scores, scores[:, :, 1:].float().mean(dim=2)
 
 
 def fused(q, k, v, bias, p_scale, p_top):
-    heads, scores = kernels.attention(q, k, v, SCALE, bias, p_scale, p_top, True)
-    return heads, scores[..., : q.shape[2]]
+    patches = (1, q.shape[2] - 1)
+    heads, scores, received = kernels.attention(q, k, v, SCALE, bias, p_scale, p_top, True, patches)
+    return heads, scores[..., : q.shape[2]], received
 
 
 def case(tokens=13, head_dim=8, windows=0, step=None, batch=4, heads=1, dtype=torch.float32):
@@ -115,12 +116,12 @@ def case(tokens=13, head_dim=8, windows=0, step=None, batch=4, heads=1, dtype=to
 
 def results(function, inputs, use, p_top=15):
     """Outputs, and the gradients of all inputs from a random gradient of the outputs that `use` names."""
-    heads, scores = function(*inputs, p_top)
+    named = dict(zip(("heads", "scores", "received"), function(*inputs, p_top), strict=True))
     generator = torch.Generator().manual_seed(1)
-    grads = {name: torch.randn(x.shape, generator=generator) for name, x in (("heads", heads), ("scores", scores))}
-    loss = sum((x.float() * grads[name]).sum() for name, x in (("heads", heads), ("scores", scores)) if name in use)
+    grads = {name: torch.randn(x.shape, generator=generator) for name, x in named.items()}
+    loss = sum((x.float() * grads[name]).sum() for name, x in named.items() if name in use)
     leaves = [x for x in inputs if x is not None]
-    return [heads, scores, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+    return [*named.values(), *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
 def assert_same(ours, theirs, **tolerance):
@@ -131,7 +132,11 @@ def assert_same(ours, theirs, **tolerance):
 
 
 @interpreted
-@pytest.mark.parametrize("use", [("heads",), ("scores",), ("heads", "scores")], ids="+".join)
+@pytest.mark.parametrize(
+    "use",
+    [("heads",), ("scores",), ("received",), ("heads", "received"), ("heads", "scores", "received")],
+    ids="+".join,
+)
 @pytest.mark.parametrize("step", [None, 0.011])
 @pytest.mark.parametrize("windows", [0, 2])
 @pytest.mark.parametrize(("tokens", "head_dim", "heads"), [(2, 8, 1), (13, 8, 2), (37, 20, 1)])
@@ -143,7 +148,7 @@ def test_equals_the_plain_ops(tokens, head_dim, heads, windows, step, use):
 @interpreted
 def test_blocks_of_queries_add_up():
     inputs = case(tokens=70, head_dim=8, windows=1, step=0.01, batch=1)  # 70 keys: three blocks of 32 queries backward
-    use = ("heads", "scores")
+    use = ("heads", "scores", "received")
     assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
 
 
@@ -151,7 +156,7 @@ def test_blocks_of_queries_add_up():
 def test_half_precision():
     inputs = case(tokens=37, head_dim=16, step=0.01, dtype=torch.float16)  # the interpreter cannot multiply bfloat16
     exact = [x if x is None else x.detach().float().requires_grad_() for x in inputs]
-    use = ("heads", "scores")
+    use = ("heads", "scores", "received")
     ours, theirs = results(fused, inputs, use), results(plain, exact, use)
     assert ours[0].dtype == ours[1].dtype == torch.float16
     for mine, other in zip(ours, theirs, strict=True):
@@ -163,7 +168,7 @@ def test_clipping_passes_its_gradient_to_the_scale_alone():
     inputs = case(tokens=5, step=0.001)  # p_top is 15 steps: all probabilities lie above the grid
     ours = results(fused, inputs, ("heads",))
     assert_same(ours, results(plain, inputs, ("heads",)), atol=2e-5, rtol=2e-5)
-    dq, dk, _, d_p_scale = ours[2:]
+    dq, dk, _, d_p_scale = ours[3:]
     assert not dq.any() and not dk.any() and d_p_scale != 0
 
 
@@ -171,7 +176,7 @@ def test_clipping_passes_its_gradient_to_the_scale_alone():
 def test_rounds_half_to_even():
     v = torch.ones(1, 1, 2, 8)
     zero = torch.zeros_like(v)  # both probabilities are a half
-    heads, _ = kernels.attention(zero, zero, v, 1.0, None, torch.tensor([1.0]), 15, False)
+    heads, *_ = kernels.attention(zero, zero, v, 1.0, None, torch.tensor([1.0]), 15, False)
     assert not heads.any()
 
 
@@ -181,12 +186,12 @@ def test_scores_of_patches_alone():
 
     def patches_of(function):
         def run(*arguments):
-            heads, scores = function(*arguments)
-            return heads, scores[..., 1:, 1:]
+            heads, scores, received = function(*arguments)
+            return heads, scores[..., 1:, 1:], received
 
         return run
 
-    use = ("heads", "scores")
+    use = ("heads", "scores", "received")
     ours, theirs = (results(patches_of(function), inputs, use) for function in (fused, plain))
     assert_same(ours, theirs, atol=2e-5, rtol=2e-5)
 
@@ -195,18 +200,19 @@ def test_scores_of_patches_alone():
 def test_any_strides():
     inputs = case(tokens=13, step=0.01)
     odd = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs[:3]] + inputs[3:]
-    use = ("heads", "scores")
+    use = ("heads", "scores", "received")
     assert_same(results(fused, odd, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
 
 
 @interpreted
 def test_layout_of_the_results():
     q, k, v, _, _ = case(tokens=13, heads=2)
-    heads, scores = kernels.attention(q, k, v, SCALE, keep_scores=True)
+    heads, scores, received = kernels.attention(q, k, v, SCALE, keep_scores=True, readers=(0, 1))
     assert heads.transpose(1, 2).is_contiguous()
     assert scores.shape == (4, 2, 13, 16) and scores.is_contiguous()
     assert not scores[..., 13:].any(), "the padding is zero"
-    assert kernels.attention(q, k, v, SCALE)[1].numel() == 0
+    assert received.shape == (4, 2, 13) and received.dtype == torch.float32
+    assert [x.numel() for x in kernels.attention(q, k, v, SCALE)[1:]] == [0, 0]
 
 
 class Calls(TorchDispatchMode):
@@ -223,26 +229,26 @@ class Calls(TorchDispatchMode):
 
 
 @interpreted
-@pytest.mark.parametrize("use", ["heads", "scores"])
+@pytest.mark.parametrize("use", ["heads", "scores", "received"])
 def test_a_result_that_nobody_used_costs_no_zeros(use):
     with Calls() as calls:
         results(fused, case(), (use,))
     (arguments,) = calls.arguments
-    d_heads, d_scores = arguments[8:10]
-    assert (d_heads is None) == (use == "scores") and (d_scores is None) == (use == "heads")
+    given = dict(zip(("heads", "scores", "received"), arguments[8:11], strict=True))
+    assert [name for name, gradient in given.items() if gradient is not None] == [use]
 
 
 @interpreted
 def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
     q, k, v = (x.detach() for x in case(tokens=13)[:3])
-    _, scores, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, True)
+    *_, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, True, 0, 0)
     dense = torch.randn(4, 1, 13, 13)
     padded = torch.full((4, 1, 13, 16), torch.nan)
     padded[..., :13] = dense
-    given = [torch.randn_like(v), dense]
-    expected, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, False, False)
+    given, rest = [torch.randn_like(v), dense], (None, 0, 0, False, False)
+    expected, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, *rest)
     given[1] = padded
-    actual, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, False, False)
+    actual, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, *rest)
     torch.testing.assert_close(actual, expected)
 
 
@@ -252,7 +258,7 @@ def test_is_a_good_citizen_of_torch(windows):
     q, k, v, bias, p_scale = case(windows=windows, step=0.01)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(
-        torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, True), test_utils=tests
+        torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, True, 1, 12), test_utils=tests
     )
 
 

@@ -178,7 +178,7 @@ class Calibrator:
         if "heads" not in seen:
             return []
         layers = list(zip(self.geometry.layers, seen["heads"], strict=True))
-        strengths = [layer.patch_heads(raw).abs().mean(dim=(1, 3), dtype=torch.float32) for layer, raw in layers]
+        strengths = [self.engine.compiled(_strength)(layer.patch_heads(raw)) for layer, raw in layers]
         weights = list(strengths)
         for patches in {strength.shape[1] for strength in strengths}:  # layers of one size are ranked together
             alike = [i for i, strength in enumerate(strengths) if strength.shape[1] == patches]
@@ -207,6 +207,11 @@ class Calibrator:
     def _set_lr(self, progress: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.config.lr * group["lr_factor"] * cosine(progress, self.config.lr_final))
+
+
+def _strength(heads: Tensor) -> Tensor:
+    """(B, H, N, D) -> (B, N)."""
+    return heads.float().abs().mean(dim=(1, 3))
 
 
 def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[str, float]) -> Tensor:

@@ -55,7 +55,7 @@ class FastEngine(Engine):
             for attention in attentions:
                 attention.fused = _fused_attention  # type: ignore[assignment]
             for conv in embeddings:
-                conv._conv_forward = types.MethodType(_patchwise, conv)
+                conv._conv_forward = types.MethodType(self.compiled(_patchwise), conv)
             # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
             with torch._dynamo.config.patch(recompile_limit=64):
                 yield
@@ -155,12 +155,12 @@ def _fused_attention(
     q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
     if isinstance(attention.av, QuantMatmul):
         v = attention.av.b_quantizer(v)
-    keep_scores = "scores" in attention.tapped
-    heads, scores = attention_kernel.attention(q, k, v, attention.scale, bias, *grid, keep_scores=keep_scores)
-    passed = {"heads": heads, "scores": scores}
-    if "scores_received" in attention.tapped:  # a row of QK^T, and a mean over rows, need no QK^T
-        passed["scores_received"] = (attention.readers(q.float())[..., None, :] * k.float()).sum(dim=-1)
-    return passed
+    heads, scores, received = attention_kernel.attention(
+        *(q, k, v, attention.scale, bias, *grid),
+        keep_scores="scores" in attention.tapped,
+        readers=attention.readers(q.shape[2]) if "scores_received" in attention.tapped else (0, 0),
+    )
+    return {"heads": heads, "scores": scores, "scores_received": received}
 
 
 def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -36,8 +36,9 @@ def attention(
     p_scale: Tensor | None = None,
     p_top: int = 0,
     keep_scores: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """fake_quantize(softmax(q @ k^T * scale + bias)) @ v, and the unscaled scores q @ k^T.
+    readers: tuple[int, int] = (0, 0),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """fake_quantize(softmax(q @ k^T * scale + bias)) @ v, the unscaled scores q @ k^T, and the mean of some score rows.
 
     Args:
         q, k, v: (B, H, T, D); any strides, best with a contiguous last axis.
@@ -46,13 +47,15 @@ def attention(
         p_scale: one-element step of the unsigned grid of the probabilities; None leaves them as they are.
         p_top: the largest code of that grid.
         keep_scores: whether the scores are wanted; else an empty tensor stands for them.
+        readers: first and number of the queries whose rows are averaged; of none, an empty tensor stands for the mean.
 
     Returns:
         heads (B, H, T, D), whose memory is (B, T, H, D), and scores (B, H, T, P), whose rows are padded with zeros
-        from T to P, a multiple of 8. Both are differentiable and have the dtype of q.
+        from T to P, a multiple of 8, both with the dtype of q; and the mean of the readers' rows (B, H, T), float32.
+        All are differentiable.
     """
-    heads, scores, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores)
-    return heads, scores
+    heads, scores, received, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores, *readers)
+    return heads, scores, received
 
 
 # --------------------------------------------------------------------------------------------------------- kernels
@@ -74,6 +77,12 @@ def _round(x):
 
 
 @triton.jit
+def _share(queries, FIRST_READER: tl.constexpr, READERS: tl.constexpr):
+    """What each query's row counts in the mean of the readers' rows."""
+    return tl.where((queries >= FIRST_READER) & (queries < FIRST_READER + READERS), 1.0 / READERS, 0.0)
+
+
+@triton.jit
 def _forward_kernel(
     q_ptr,
     k_ptr,
@@ -82,6 +91,7 @@ def _forward_kernel(
     p_scale_ptr,  # or None
     heads_ptr,
     scores_ptr,  # or None
+    received_ptr,  # or None
     lse_ptr,
     scale,
     head_count,
@@ -99,6 +109,8 @@ def _forward_kernel(
     D: tl.constexpr,
     PITCH: tl.constexpr,
     P_TOP: tl.constexpr,
+    FIRST_READER: tl.constexpr,
+    READERS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -114,6 +126,8 @@ def _forward_kernel(
     v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
     if p_scale_ptr is not None:
         p_scale = tl.load(p_scale_ptr)
+    if received_ptr is not None:
+        received = tl.zeros((BLOCK_T,), tl.float32)
 
     for first in range(0, T, BLOCK_Q):
         queries = first + tl.arange(0, BLOCK_Q)
@@ -126,6 +140,9 @@ def _forward_kernel(
                 scores.to(scores_ptr.dtype.element_ty),
                 mask=(queries < T)[:, None] & (keys < PITCH)[None, :],
             )
+        if received_ptr is not None:
+            if first < FIRST_READER + READERS:
+                received += tl.sum(scores * _share(queries, FIRST_READER, READERS)[:, None], 0)
         logits = scores * (scale * LOG2_E)
         if bias_ptr is not None:
             bias = tl.load(
@@ -150,6 +167,8 @@ def _forward_kernel(
             heads.to(heads_ptr.dtype.element_ty),
             mask=(queries < T)[:, None] & (dims < D)[None, :],
         )
+    if received_ptr is not None:
+        tl.store(received_ptr + pair * T + keys, received, mask=keys < T)
 
 
 @triton.jit
@@ -162,6 +181,7 @@ def _backward_kernel(
     lse_ptr,
     d_heads_ptr,  # or None
     d_scores_ptr,  # or None
+    d_received_ptr,  # or None
     d_qkv_ptr,
     d_logits_ptr,  # or None
     d_p_scale_ptr,  # or None
@@ -188,6 +208,8 @@ def _backward_kernel(
     D: tl.constexpr,
     PITCH: tl.constexpr,
     P_TOP: tl.constexpr,
+    FIRST_READER: tl.constexpr,
+    READERS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -212,6 +234,8 @@ def _backward_kernel(
         p_scale = tl.load(p_scale_ptr)
     if d_p_scale_ptr is not None:
         d_p_scale = tl.zeros((BLOCK_T,), tl.float32)
+    if d_received_ptr is not None:
+        d_received = tl.load(d_received_ptr + pair * T + keys, mask=keys < T, other=0.0)
 
     for first in range(0, T, BLOCK_Q):
         queries = first + tl.arange(0, BLOCK_Q)
@@ -263,6 +287,8 @@ def _backward_kernel(
             if D_SCORES_READ > T:  # the padding can hold anything
                 given = tl.where((keys < T)[:, None], given, 0.0)
             d_scores += given
+        if d_received_ptr is not None:
+            d_scores += d_received[:, None] * _share(queries, FIRST_READER, READERS)[None, :]
         d_scores = d_scores.to(q.dtype)
         dk = tl.dot(d_scores, q, dk, input_precision="ieee")
         if BLOCK_Q < 64:  # the way round that gives the tensor cores their 64 rows
@@ -339,10 +365,14 @@ def _attention(
     p_scale: Tensor | None,
     p_top: int,
     keep_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """heads, scores and the log-sum-exp of each row (to base 2, for the backward alone)."""
+    first_reader: int,
+    readers: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """heads, scores, received, and the log-sum-exp of each row (to base 2, for the backward alone)."""
     batch, head_count, tokens, head_dim = q.shape
-    heads, scores, lse = _attention_fake(q, k, v, scale, bias, p_scale, p_top, keep_scores)
+    heads, scores, received, lse = _attention_fake(
+        q, k, v, scale, bias, p_scale, p_top, keep_scores, first_reader, readers
+    )
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     _forward_kernel[(batch * head_count,)](
         q,
@@ -352,6 +382,7 @@ def _attention(
         p_scale,
         heads,
         scores if keep_scores else None,
+        received if readers else None,
         lse,
         scale,
         head_count,
@@ -363,9 +394,11 @@ def _attention(
         D=head_dim,
         PITCH=_pitch(tokens),
         P_TOP=p_top,
+        FIRST_READER=first_reader,
+        READERS=readers,
         **_forward_options(tokens, head_dim),
     )
-    return heads, scores, lse
+    return heads, scores, received, lse
 
 
 @_attention.register_fake
@@ -378,11 +411,15 @@ def _attention_fake(
     p_scale: Tensor | None,
     p_top: int,
     keep_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    first_reader: int,
+    readers: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, head_count, tokens, head_dim = q.shape
     heads = q.new_empty(batch, tokens, head_count, head_dim).transpose(1, 2)
     scores = _empty_scores(q) if keep_scores else q.new_empty(0)
-    return heads, scores, q.new_empty(batch, head_count, tokens, dtype=torch.float32)
+    rows = (batch, head_count, tokens)
+    received = q.new_empty(rows if readers else 0, dtype=torch.float32)
+    return heads, scores, received, q.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.custom_op("maskaq::attention_backward", mutates_args=())
@@ -397,14 +434,18 @@ def _attention_backward(
     lse: Tensor,
     d_heads: Tensor | None,
     d_scores: Tensor | None,
+    d_received: Tensor | None,
+    first_reader: int,
+    readers: int,
     want_d_logits: bool,
     want_d_p_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv as (B, T, 3, H, D), the gradient of the logits, and that of p_scale from each (image, head)."""
     batch, head_count, tokens, head_dim = q.shape
     d_qkv, d_logits, d_p_scale = _attention_backward_fake(
-        q, k, v, scale, bias, p_scale, p_top, lse, d_heads, d_scores, want_d_logits, want_d_p_scale
-    )
+        q, k, v, scale, bias, p_scale, p_top, lse, d_heads, d_scores, d_received, first_reader, readers,
+        want_d_logits, want_d_p_scale,
+    )  # fmt: skip
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     d_heads = None if d_heads is None else _dense_rows(d_heads)
     d_scores = None if d_scores is None else _dense_rows(d_scores)
@@ -418,6 +459,7 @@ def _attention_backward(
         lse,
         d_heads,
         d_scores,
+        None if d_received is None else d_received.contiguous(),
         d_qkv,
         d_logits if want_d_logits else None,
         d_p_scale if want_d_p_scale else None,
@@ -436,6 +478,8 @@ def _attention_backward(
         D=head_dim,
         PITCH=_pitch(tokens),
         P_TOP=p_top,
+        FIRST_READER=first_reader,
+        READERS=readers,
         **_backward_options(tokens, head_dim),
     )
     return d_qkv, d_logits, d_p_scale
@@ -453,6 +497,9 @@ def _attention_backward_fake(
     lse: Tensor,
     d_heads: Tensor | None,
     d_scores: Tensor | None,
+    d_received: Tensor | None,
+    first_reader: int,
+    readers: int,
     want_d_logits: bool,
     want_d_p_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -462,31 +509,35 @@ def _attention_backward_fake(
     return d_qkv, d_logits, q.new_empty(batch * head_count if want_d_p_scale else 0, dtype=torch.float32)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, ctx.keep_scores = inputs
-    _, _, lse = output
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, ctx.keep_scores, ctx.first_reader, ctx.readers = inputs
+    *_, lse = output
     ctx.set_materialize_grads(False)  # a result that nobody used arrives as None, not as zeros
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, bias, p_scale, lse)
 
 
-def _backward(ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, d_received: Tensor | None, _: Tensor | None
+) -> tuple[Any, ...]:
     q, k, v, bias, p_scale, lse = ctx.saved_tensors
     d_scores = d_scores if ctx.keep_scores else None  # of scores that were not kept, a compiler hands over zeros
-    if d_heads is None and d_scores is None:
-        return (None,) * 8
+    d_received = d_received if ctx.readers else None
+    if d_heads is None and d_scores is None and d_received is None:
+        return (None,) * 10
     want_d_bias = ctx.needs_input_grad[4] and d_heads is not None
     want_d_p_scale = ctx.needs_input_grad[5] and d_heads is not None
     d_qkv, d_logits, d_p_scale = torch.ops.maskaq.attention_backward(
-        q, k, v, ctx.scale, bias, p_scale, ctx.p_top, lse, d_heads, d_scores, want_d_bias, want_d_p_scale
-    )
+        q, k, v, ctx.scale, bias, p_scale, ctx.p_top, lse, d_heads, d_scores, d_received, ctx.first_reader, ctx.readers,
+        want_d_bias, want_d_p_scale,
+    )  # fmt: skip
     dq, dk, dv = d_qkv.permute(2, 0, 3, 1, 4).unbind(0)
     d_bias = to_p_scale = None
     if want_d_bias:
         d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32)[..., : q.shape[2]].to(bias.dtype)
     if want_d_p_scale:
         to_p_scale = d_p_scale.sum().to(p_scale.dtype).reshape(p_scale.shape)
-    return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None
+    return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

@@ -402,7 +402,7 @@ def _spread_block(columns: int, exact: bool) -> tuple[int, int, int]:
     if columns <= 64:
         return (32, 32, 4) if exact else (64, 64, 4)
     if columns <= 256:
-        return (16, 16, 8) if exact else (32, 32, 8)
+        return (16, 16, 8) if exact else (64, 32, 4)
     return 16, 16, 8
 
 

@@ -60,8 +60,13 @@ class AttentionProducts(nn.Module):
             logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
         probs = self.softmax(logits)
         passed = {"scores": scores, "probs": probs, "heads": self.av(probs, v)}
-        return passed | {f"{name}_received": self.readers(passed[name]) for name in ("scores", "probs")}
+        return passed | {f"{name}_received": self._received(passed[name]) for name in ("scores", "probs")}
 
-    def readers(self, rows: Tensor) -> Tensor:
-        """(..., T, X) -> (..., X): the row of the token that is read at the end, or the mean over the patches' rows."""
-        return rows[..., 0, :] if self.class_query else rows[..., self.prefix_tokens :, :].mean(dim=-2)
+    def readers(self, tokens: int) -> tuple[int, int]:
+        """First and number of the queries that say what is attended to: the class token where it is read, else patches."""
+        return (0, 1) if self.class_query else (self.prefix_tokens, tokens - self.prefix_tokens)
+
+    def _received(self, maps: Tensor) -> Tensor:
+        """(..., T, T) -> (..., T): the mean of the readers' rows."""
+        first, count = self.readers(maps.shape[-2])
+        return maps[..., first : first + count, :].mean(dim=-2)

@@ -126,8 +126,11 @@ def _forward_kernel(
     v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
     if p_scale_ptr is not None:
         p_scale = tl.load(p_scale_ptr)
-    if received_ptr is not None:
-        received = tl.zeros((BLOCK_T,), tl.float32)
+    if received_ptr is not None:  # the mean of rows of q @ k^T is a mean of q times k^T
+        everyone = _rows(q_ptr, q_token, 0, T, D, BLOCK_T, BLOCK_D).to(tl.float32)
+        reader = tl.sum(everyone * _share(keys, FIRST_READER, READERS)[:, None], 0)
+        received = tl.sum(k.to(tl.float32) * reader[None, :], 1)
+        tl.store(received_ptr + pair * T + keys, received, mask=keys < T)
 
     for first in range(0, T, BLOCK_Q):
         queries = first + tl.arange(0, BLOCK_Q)
@@ -140,9 +143,6 @@ def _forward_kernel(
                 scores.to(scores_ptr.dtype.element_ty),
                 mask=(queries < T)[:, None] & (keys < PITCH)[None, :],
             )
-        if received_ptr is not None:
-            if first < FIRST_READER + READERS:
-                received += tl.sum(scores * _share(queries, FIRST_READER, READERS)[:, None], 0)
         logits = scores * (scale * LOG2_E)
         if bias_ptr is not None:
             bias = tl.load(
@@ -167,8 +167,6 @@ def _forward_kernel(
             heads.to(heads_ptr.dtype.element_ty),
             mask=(queries < T)[:, None] & (dims < D)[None, :],
         )
-    if received_ptr is not None:
-        tl.store(received_ptr + pair * T + keys, received, mask=keys < T)
 
 
 @triton.jit

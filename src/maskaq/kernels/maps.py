@@ -428,7 +428,8 @@ def _map_losses_backward(
             scores, direction, variance, statistics, g_similarity.contiguous(), g_entropy.contiguous(), d_scores,
             statistics[0].numel(), *p.strides,
             WINDOWS=windows, PAIRS=p.pairs, D_STRIDE=stride, D_WIDTH=scores.shape[3],
-            PREFIX_BLOCK=triton.next_power_of_2(max(1, prefix)), SQUARED=squared, **p.tile,
+            PREFIX_BLOCK=triton.next_power_of_2(max(1, prefix)), SQUARED=squared,
+            **p.tile | {"num_warps": max(1, p.tile["num_warps"] // 4)},  # no reductions: small groups of threads do
         )  # fmt: skip
     return d_scores
 

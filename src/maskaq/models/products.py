@@ -63,7 +63,7 @@ class AttentionProducts(nn.Module):
         return passed | {f"{name}_received": self._received(passed[name]) for name in ("scores", "probs")}
 
     def readers(self, tokens: int) -> tuple[int, int]:
-        """First and number of the queries that say what is attended to: the class token where it is read, else patches."""
+        """First and number of the queries that say what is attended to: the class token if it is read, else patches."""
         return (0, 1) if self.class_query else (self.prefix_tokens, tokens - self.prefix_tokens)
 
     def _received(self, maps: Tensor) -> Tensor:

@@ -91,7 +91,12 @@ class _FakeQuantize(torch.autograd.Function):
         to_scale = to_zero_point = None
         if ctx.needs_input_grad[1]:  # grad * (rounding error inside, clipped code outside)
             slope = codes.clamp_(low, high).sub_(zero_point).mul_(grad).addcmul_(inside, steps, value=-1)
-            to_scale = slope.sum_to_size(scale.shape)
+            to_scale = _sum_to(slope, scale)
         if ctx.needs_input_grad[2]:  # grad * -scale outside
-            to_zero_point = (inside - grad).mul_(scale).sum_to_size(zero_point.shape)
+            to_zero_point = _sum_to((inside - grad).mul_(scale), zero_point)
         return inside if ctx.needs_input_grad[0] else None, to_scale, to_zero_point, None, None
+
+
+def _sum_to(x: Tensor, like: Tensor) -> Tensor:
+    """x summed to a smaller shape; rows first, which a compiler does in the pass that makes x."""
+    return x.sum(dim=-1, keepdim=True).sum_to_size(like.shape)

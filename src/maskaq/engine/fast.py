@@ -88,19 +88,19 @@ class _Replayed:
         self.step, self.calls = step, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.pending: deque[torch.cuda.Event] = deque()
+        self.side = torch.cuda.Stream()  # what is set up on first use is set up on the stream that captures it
 
     def __call__(self) -> None:
         if self.graph is not None:
             self.graph.replay()
         elif self.calls < self.WARM_UP:
-            side = torch.cuda.Stream()  # as capture does: what is set up on first use is set up off the main stream
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
                 self.step()
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self.side)
         else:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
                 self.step()
             self.graph = graph
             self.graph.replay()

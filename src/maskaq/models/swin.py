@@ -35,7 +35,7 @@ class ExposedWindowAttention(AttentionProducts):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B*W, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B*W, H, T, D)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (B*W, H, T, D)
         bias = self._position_bias()[None]  # (1, H, T, T)
         if mask is not None:  # (W, T, T): keeps the regions of a shifted window apart
             bias = bias + mask[:, None]

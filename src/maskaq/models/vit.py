@@ -35,7 +35,7 @@ class ExposedAttention(AttentionProducts):
                 "masked attention was asked of a ViT; maskaq supports full attention over all patches only"
             )
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
+        q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # (B, H, T, D)
         q, k = self.q_norm(q), self.k_norm(k)
         heads = self.attend(q, k, v)  # (B, H, T, D)
         out = self.norm(heads.transpose(1, 2).flatten(2))

@@ -17,7 +17,7 @@ LAYERS = [
     {"errors", "randomness", "shapes", "watch", "zoo"},
     {"config", "kernels", "masks", "augment", "losses", "models", "runfolder"},
     {"taps", "quant", "data"},
-    {"engine"},
+    {"engine", "deployed"},
     {"synthesis", "evaluation", "inspection"},
     {"calibration"},
     {"run"},

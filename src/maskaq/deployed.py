@@ -1,0 +1,166 @@
+"""The quantized model as it leaves the trainer: integer weight codes, fixed grids, plain torch operations.
+
+`deploy` turns a calibrated student into a module with the same module names and, bit for bit, the same outputs, that
+holds no full-precision weight where it has codes, learns nothing, and needs none of the training code.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.errors import ModelError
+from maskaq.models.products import Matmul
+from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
+from maskaq.quant.quantizers import Quantizer
+
+
+class FixedGrid(nn.Module):
+    """Rounds activations to a uniform unsigned grid with one scale and zero point: value = (code - zero_point) * scale."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+        self.top = (1 << bits) - 1
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("zero_point", torch.zeros(()))
+
+    def codes(self, x: Tensor) -> Tensor:
+        """The integer codes, 0 to top, as floats."""
+        return (torch.round(x / self.scale) + self.zero_point).clamp(0, self.top)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.codes(x) - self.zero_point) * self.scale
+
+    def extra_repr(self) -> str:
+        return f"{self.bits} bits"
+
+
+class CodedWeight(nn.Module):
+    """A weight as signed integer codes with one scale for each output channel."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: torch.Size | tuple[int, ...], bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+        self.register_buffer("codes", torch.zeros(shape, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(shape[0]))
+
+    def forward(self) -> Tensor:
+        return self.codes * self.scale.view(-1, *[1] * (self.codes.dim() - 1))
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.codes.shape)}, {self.bits} bits"
+
+
+class DeployedLinear(nn.Module):
+    def __init__(self, weight: nn.Module, bias: Tensor | None, grid: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.grid = weight, grid
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.grid(x), self.weight(), self.bias)  # type: ignore[arg-type]
+
+
+class DeployedConv2d(nn.Module):
+    def __init__(self, weight: nn.Module, bias: Tensor | None, grid: nn.Module, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.grid = weight, grid
+        self.register_buffer("bias", bias)
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise ModelError(f"a convolution with padding {conv.padding!r} ({conv.padding_mode}) cannot be deployed")
+        self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(
+            self.grid(x),
+            self.weight(),
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,  # type: ignore[arg-type]
+        )
+
+
+class DeployedMatmul(Matmul):
+    """A product of two activations, each on its grid."""
+
+    def __init__(self, a_grid: nn.Module, b_grid: nn.Module, signed: tuple[bool, bool]) -> None:
+        super().__init__(signed)
+        self.a_grid, self.b_grid = a_grid, b_grid
+
+    def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a_grid(a), self.b_grid(b)
+
+
+class FloatWeight(nn.Module):
+    """A weight that stays in float (`first_last = "float"`)."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
+
+    def forward(self) -> Tensor:
+        return self.values  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def deploy(student: nn.Module) -> nn.Module:
+    """A calibrated student as a deployed model: a copy, in eval mode, on the CPU, without gradients."""
+    model = copy.deepcopy(student).cpu().eval().requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        layer: nn.Module
+        if isinstance(module, QuantLinear):
+            layer = DeployedLinear(_weight(module), _plain(module.bias), _grid(module.input_quantizer))
+        elif isinstance(module, QuantConv2d):
+            layer = DeployedConv2d(_weight(module), _plain(module.bias), _grid(module.input_quantizer), module)
+        elif isinstance(module, QuantMatmul):
+            layer = DeployedMatmul(_grid(module.a_quantizer), _grid(module.b_quantizer), module.signed)
+        else:
+            continue
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    return model
+
+
+def _plain(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().clone()
+
+
+def _grid(quantizer: nn.Module) -> nn.Module:
+    if not isinstance(quantizer, Quantizer):
+        return nn.Identity()
+    _refuse_other_grids(quantizer)
+    grid = FixedGrid(quantizer.site.bits)
+    scale, zero_point = quantizer.step(1)
+    grid.scale.copy_(scale.reshape(()))
+    grid.zero_point.copy_(zero_point.reshape(()))
+    return grid
+
+
+def _weight(layer: QuantLinear | QuantConv2d) -> nn.Module:
+    quantizer = layer.weight_quantizer
+    if not isinstance(quantizer, Quantizer):
+        return FloatWeight(layer.weight.detach().clone())
+    _refuse_other_grids(quantizer)
+    weight = CodedWeight(layer.weight.shape, quantizer.site.bits)
+    weight.codes.copy_(quantizer.codes(layer.weight))
+    weight.scale.copy_(quantizer.step(layer.weight.numel())[0])
+    return weight
+
+
+def _refuse_other_grids(quantizer: Quantizer) -> None:
+    """A quantizer with a grid of its own has no code of ours that computes it."""
+    if type(quantizer).dequantize is not Quantizer.dequantize:
+        raise ModelError(
+            f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has a grid of its own, and only uniform grids "
+            "can be deployed"
+        )

@@ -209,7 +209,6 @@ def test_a_canvas_with_more_room_than_images_makes_the_same_images():
 
 
 @outside
-@pytest.mark.xfail(strict=True, reason="the repeated image counts as often as it is there")
 def test_a_canvas_with_more_room_than_images_logs_their_mean():
     class Replaying(Engine):
         captures = True
@@ -225,7 +224,6 @@ def test_a_canvas_with_more_room_than_images_logs_their_mean():
 
 @outside
 @pytest.mark.parametrize("layout", ["expanded", "channels_last"])
-@pytest.mark.xfail(strict=True, reason="the fused Adam takes every gradient for a contiguous one")
 def test_a_term_may_give_a_gradient_of_any_layout(layout):
     signs = torch.tensor([1.0, 1.0, 1.0] if layout == "expanded" else [1.0, -1.0, 1.0])
 
@@ -244,7 +242,7 @@ def test_a_term_may_give_a_gradient_of_any_layout(layout):
         )
     finally:
         del SYNTHESIS_TERMS["ink"]
-    steps = torch.where(start.abs() < 1, start - moved, 0.5 * signs[:, None, None])  # others may meet black or white
+    steps = torch.where(start.abs() < 0.5, start - moved, 0.5 * signs[:, None, None])  # others may meet black or white
     torch.testing.assert_close(steps, (0.5 * signs[:, None, None]).expand_as(steps))
 
 
@@ -288,7 +286,6 @@ def test_calibration_changes_every_parameter_as_the_plain_one_does(fast, build, 
 
 
 @inside
-@pytest.mark.xfail(strict=True, reason="the second step finds other tensors at the tapped points, and compiles again")
 def test_later_steps_of_synthesis_compile_nothing(fast):
     recipe = small_recipe("synthesis.batch=2")
     make = Synthesizer(*pair(recipe, partial(CLASS_TOKEN, depth=1)), recipe, engine=fast)
@@ -330,7 +327,7 @@ def assert_untouched(model: nn.Module, before: dict[str, set[str]]) -> None:
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     assert not any("forward" in vars(module) or "_conv_forward" in vars(module) for module in model.modules())
     attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
-    assert attentions and all(attention.fused is None and not attention.tapped for attention in attentions)
+    assert attentions and all(attention.fused is None and not attention.listened for attention in attentions)
 
 
 @inside
@@ -353,7 +350,6 @@ def test_the_model_is_afterwards_as_it_was(fast):
 
 
 @inside
-@pytest.mark.xfail(strict=True, reason="patches are cut as if the image had no rest")
 def test_an_image_that_is_no_whole_number_of_patches(fast):
     """A convolution leaves the rest of the image out."""
     model = expose(CLASS_TOKEN(img_size=(18, 8), depth=1))

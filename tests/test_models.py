@@ -419,7 +419,7 @@ def test_taps_keep_the_latest_pass_and_its_gradient():
 
 def hooks_in(model):
     """Hooks, and points that are listened to."""
-    return sum(len(m._forward_hooks) + len(getattr(m, "tapped", ())) for m in model.modules())
+    return sum(len(m._forward_hooks) + len(getattr(m, "listened", ())) for m in model.modules())
 
 
 def test_hooks_are_gone_after_the_with_and_after_an_exception():

@@ -139,8 +139,8 @@ class Calibrator:
                 quantizer.share = len(part) / count
             total, parts = self.objective(self._view(part))
             (total.sum() / count).backward()
-            for name, value in ({"loss": total.detach().mean()} | parts).items():
-                means[name] = means.get(name, 0) + value * (len(part) / count)
+            for name, value in ({"loss": total.detach()} | parts).items():
+                means[name] = means.get(name, 0) + value.sum() / count
         if self.config.clip_grad:
             nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip_grad)
         self.optimizer.step()

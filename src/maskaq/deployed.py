@@ -17,7 +17,7 @@ from maskaq.quant.quantizers import Quantizer
 
 
 class FixedGrid(nn.Module):
-    """Rounds activations to a uniform unsigned grid with one scale and zero point: value = (code - zero_point) * scale."""
+    """Rounds activations to a uniform unsigned grid of one scale and zero point: (code - zero_point) * scale."""
 
     scale: Tensor
     zero_point: Tensor
@@ -79,15 +79,8 @@ class DeployedConv2d(nn.Module):
         self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(
-            self.grid(x),
-            self.weight(),
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,  # type: ignore[arg-type]
-        )
+        geometry = (self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(self.grid(x), self.weight(), self.bias, *geometry)  # type: ignore[arg-type]
 
 
 class DeployedMatmul(Matmul):
@@ -161,6 +154,6 @@ def _refuse_other_grids(quantizer: Quantizer) -> None:
     """A quantizer with a grid of its own has no code of ours that computes it."""
     if type(quantizer).dequantize is not Quantizer.dequantize:
         raise ModelError(
-            f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has a grid of its own, and only uniform grids "
+            f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has its own grid; only uniform grids "
             "can be deployed"
         )

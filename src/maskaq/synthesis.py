@@ -166,7 +166,7 @@ class Synthesizer:
             for step in range(steps):
                 canvas.advance()
                 if step in logged:
-                    points.append((step, {name: value.clone() for name, value in canvas.parts.items()}))
+                    points.append((step, {name: x[: len(images)].mean() for name, x in canvas.parts.items()}))
                 self.watch.advance(len(images))
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
@@ -206,7 +206,8 @@ class Synthesizer:
         now = canvas.now()
         keys = randomness.fold(canvas.keys, canvas.step)
         total, parts = self.objective(self._view(canvas.images, canvas.labels, keys, now))
-        (canvas.images.grad,) = torch.autograd.grad(total.sum(), canvas.images)
+        (gradient,) = torch.autograd.grad(total.sum(), canvas.images)
+        canvas.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
         canvas.descend(now["lr"])
         canvas.parts = parts
 
@@ -278,7 +279,7 @@ class _Canvas:
         lr = torch.zeros((), device=device)  # a tensor, so that a replayed step sees it change
         self.adam = torch.optim.Adam([self.images], lr, betas, fused=True, capturable=device.type == "cuda")
         self.parts: dict[str, Tensor] = {}
-        """Mean of each loss term at the latest step."""
+        """(B,) of each loss term at the latest step."""
 
     @torch.no_grad()
     def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -43,10 +44,10 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     attentions: list[AttentionProducts] = [model.get_submodule(layer.attention) for layer in layers]  # type: ignore[misc]
     outputs: dict[str, Tensor] = {}  # of blocks, by their names
     read: dict[str, list[Callable[[], Tensor]]] = {}
-    before, handles = [dict(attention.tapped) for attention in attentions], []
+    before, handles = [attention.listened for attention in attentions], []
 
-    def reader(kept: dict[str, Tensor], key: str) -> Callable[[], Tensor]:
-        return lambda: kept[key]
+    def reader(attention: AttentionProducts, point: str) -> Callable[[], Tensor]:
+        return lambda: attention.passed[point]
 
     def recorder(block: str) -> Callable[[nn.Module, tuple, Tensor], None]:
         return lambda module, inputs, output: outputs.update({block: output})
@@ -55,19 +56,18 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
         for point in points:
             if point in _IN_ATTENTION:
                 for attention in attentions:
-                    attention.tapped.setdefault(point, Tensor())
-                read[point] = [reader(attention.tapped, point) for attention in attentions]
+                    attention.listened = (*attention.listened, point)
+                read[point] = [reader(attention, point) for attention in attentions]
             elif point == "blocks":
                 for block in {layer.block: None for layer in layers}:
                     handles.append(model.get_submodule(block).register_forward_hook(recorder(block)))
-                read[point] = [reader(outputs, layer.block) for layer in layers]
+                read[point] = [partial(outputs.__getitem__, layer.block) for layer in layers]
             else:
                 raise KeyError(point)
         yield Taps(read)
     finally:
-        for attention, kept in zip(attentions, before, strict=True):
-            attention.tapped.clear()
-            attention.tapped.update(kept)
+        for attention, listened in zip(attentions, before, strict=True):
+            attention.listened, attention.passed = listened, {}
         for handle in handles:
             handle.remove()
         read.clear()

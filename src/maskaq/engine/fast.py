@@ -122,7 +122,7 @@ class _FusedLosses(LossRunner):
         self.losses: list[Tensor] = []
 
     def __call__(self, function: Callable[..., Tensor], *tensors: Any) -> Tensor:
-        ours = function.__module__.startswith("maskaq.losses")  # a user's own function runs as it is written
+        ours = (function.__module__ or "").startswith("maskaq.losses")  # a user's own function runs as it is written
         return (self.compiled(function) if ours else function)(*tensors)
 
     def over_maps(self, function: Callable[[Tensor], Tensor], view: SynthesisView) -> Tensor:
@@ -149,7 +149,7 @@ def _fused_attention(
 ) -> dict[str, Tensor]:
     """`AttentionProducts.products` in one kernel, in which probabilities never reach memory."""
     grid = _probability_grid(attention.av, q)
-    listened = any(point.startswith("probs") for point in attention.tapped)
+    listened = any(point.startswith("probs") for point in attention.listened)
     if listened or grid is None or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
         return attention.products(q, k, v, bias)
     q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
@@ -157,8 +157,8 @@ def _fused_attention(
         v = attention.av.b_quantizer(v)
     heads, scores, received = attention_kernel.attention(
         *(q, k, v, attention.scale, bias, *grid),
-        keep_scores="scores" in attention.tapped,
-        readers=attention.readers(q.shape[2]) if "scores_received" in attention.tapped else (0, 0),
+        keep_scores="scores" in attention.listened,
+        readers=attention.readers(q.shape[2]) if "scores_received" in attention.listened else (0, 0),
     )
     return {"heads": heads, "scores": scores, "scores_received": received}
 
@@ -166,6 +166,7 @@ def _fused_attention(
 def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A convolution whose patches lie side by side, as the matrix product it is: cuDNN takes ten times as long."""
     high, wide = conv.kernel_size
+    x = x[:, :, : x.shape[2] // high * high, : x.shape[3] // wide * wide]  # a convolution leaves the rest out too
     patches = (
         x.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
     )  # (B, rows, columns, C, h, w)

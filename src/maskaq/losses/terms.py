@@ -46,7 +46,7 @@ class SynthesisView:
     """The teacher's, of the jittered images."""
     layers: Sequence[Layer]
     maps: Sequence[Tensor]
-    """The teacher's attention maps, one per layer."""
+    """The teacher's attention maps, one per layer. Rows may be padded: `patch_maps` are in the form of the losses."""
     attention: Sequence[Tensor] = ()
     """alpha: the teacher's attention to each patch, (B, N), one per layer."""
     student_attention: Sequence[Tensor] = ()
@@ -116,7 +116,7 @@ def calibration_term(function: Term | None = None, *, needs: tuple[str, ...] = (
 
 
 class Objective:
-    """A weighted sum of terms: call it with a view, get (B,) totals and the detached mean of each part."""
+    """A weighted sum of terms: call it with a view, get (B,) totals and, detached, (B,) of each part."""
 
     def __init__(self, terms: Mapping[str, TermSpec], weights: Mapping[str, float], section: str) -> None:
         for name in weights:
@@ -130,7 +130,7 @@ class Objective:
     def __call__(self, view: Any) -> tuple[Tensor, dict[str, Tensor]]:
         values = {term.name: term.function(view) for term, _ in self.parts}
         total = torch.stack([weight * values[term.name] for term, weight in self.parts]).sum(dim=0)
-        return total, {name: value.detach().mean() for name, value in values.items()}
+        return total, {name: value.detach() for name, value in values.items()}
 
 
 @synthesis_term

@@ -41,15 +41,16 @@ class AttentionProducts(nn.Module):
         self.prefix_tokens, self.class_query = 0, False
         self.fused: Callable[..., dict[str, Tensor]] | None = None
         """Stands in for `products` while the fast engine lends a kernel."""
-        self.tapped: dict[str, Tensor] = {}
-        """What passed each point that is listened to; a point is listened to while it has an entry."""
+        self.listened: tuple[str, ...] = ()
+        """The points that somebody listens to."""
+        self.passed: dict[str, Tensor] = {}
+        """What passed each of them in the latest forward pass."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """(B*W, H, T, D) queries, keys, values -> head outputs; bias (W, H, T, T) is added to the scaled scores."""
-        passed = self.products(q, k, v, bias) if self.fused is None else self.fused(self, q, k, v, bias)
-        for point in self.tapped:
-            self.tapped[point] = passed[point]
-        return passed["heads"]
+        points = self.products(q, k, v, bias) if self.fused is None else self.fused(self, q, k, v, bias)
+        self.passed = {point: points[point] for point in self.listened}
+        return points["heads"]
 
     def products(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
         """All that can be listened to."""
@@ -59,8 +60,8 @@ class AttentionProducts(nn.Module):
         if bias is not None:
             logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
         probs = self.softmax(logits)
-        passed = {"scores": scores, "probs": probs, "heads": self.av(probs, v)}
-        return passed | {f"{name}_received": self._received(passed[name]) for name in ("scores", "probs")}
+        points = {"scores": scores, "probs": probs, "heads": self.av(probs, v)}
+        return points | {f"{name}_received": self._received(points[name]) for name in ("scores", "probs")}
 
     def readers(self, tokens: int) -> tuple[int, int]:
         """First and number of the queries that say what is attended to: the class token if it is read, else patches."""

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo test test-oldest-timm check clean
+.PHONY: demo test test-oldest-timm check bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
@@ -21,6 +21,12 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Timings of this machine, beside those of others: make bench BENCH="deit_tiny_patch16_224 --calibration-batch 64"
+BENCH ?= cifar10_vit
+bench: $(VENV)/ready
+	$(BIN)/maskaq bench $(BENCH) --note "$$(git rev-parse --short HEAD)" \
+		--json "benchmarks/results/$$(date +%F)-$$(hostname)-$$(echo $(firstword $(BENCH))).json"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -29,6 +29,7 @@ from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
 MODEL_FILE = "model.safetensors"
+STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way, for whoever wants to look
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def _make_shards(run: RunFolder, synthesizer: Synthesizer, round: int, shards: l
     start = SyntheticSet.concatenate(known) if known else None
     made = synthesizer(torch.cat([indices for _, indices in shards]), round, start)
     seconds = (time.monotonic() - began) / len(shards)
+    runfolder.write_tensors(run.path(STRIP_FILE.format(round=round)), {"images": synthesizer.strip}, {})
     for shard, indices in shards:
         part = made[torch.isin(made.indices, indices)]
         lost = sorted(set(indices.tolist()) - set(part.indices.tolist()))

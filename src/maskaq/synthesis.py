@@ -52,7 +52,9 @@ class Synthesizer:
         self.batch = self.config.batch
         """Images optimised together."""
         self.curves: list[dict[str, float]] = []
-        """Mean of each term at some steps of the latest call."""
+        """Mean of each term at some steps of the latest batch."""
+        self.strip = torch.empty(0)
+        """(points, C, H, W) uint8: the latest batch's first image at those steps, on its way from its start."""
         self._room: int | None = None
         self._canvas: _Canvas | None = None
         self._shelf: dict[nn.Module, Tensor] = {}
@@ -155,7 +157,7 @@ class Synthesizer:
         canvas = self._canvas_for(len(images))
         canvas.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        points = []
+        points, strip = [], []
         with ExitStack() as stack:
             stack.enter_context(frozen(self.student, self._shelf))
             for model in (self.teacher, self.student):
@@ -166,8 +168,10 @@ class Synthesizer:
             for step in range(steps):
                 canvas.advance()
                 if step in logged:
+                    strip.append(canvas.images.detach()[0].clone())
                     points.append((step, {name: x[: len(images)].mean() for name, x in canvas.parts.items()}))
                 self.watch.advance(len(images))
+        self.strip = to_bytes(self.geometry.pixels(torch.stack(strip))).cpu()
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]

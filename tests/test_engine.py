@@ -58,7 +58,7 @@ if INTERPRETED:
 
         def __init__(self) -> None:
             self.graphs: list[torch.fx.GraphModule] = []
-            super().__init__(backend=self._compile)
+            super().__init__(torch.device("cpu"), backend=self._compile)
 
         def _compile(self, graph, inputs):
             self.graphs.append(graph)

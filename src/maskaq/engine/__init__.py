@@ -15,7 +15,7 @@ def pick_engine(device: torch.device, fast: bool | None = None, watch: Watch | N
     try:
         from maskaq.engine.fast import FastEngine
 
-        engine = FastEngine()
+        engine = FastEngine(device)
         engine.compiled(_probe)(torch.ones(2, device=device))
         return engine
     except Exception as error:  # no Triton, no C compiler, an old GPU: each fails in its own way

@@ -9,7 +9,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ContextManager
 
 import torch
@@ -33,7 +33,8 @@ class FastEngine(Engine):
     captures = True
     seconds_between_looks = 0.5
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, device: torch.device, backend: str = "inductor") -> None:
+        self.device = device
         self.compiled = functools.cache(  # type: ignore[method-assign]
             functools.partial(torch.compile, dynamic=False, backend=backend)
         )
@@ -57,7 +58,7 @@ class FastEngine(Engine):
             for conv in embeddings:
                 conv._conv_forward = types.MethodType(self.compiled(_patchwise), conv)
             # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
-            with torch._dynamo.config.patch(recompile_limit=64):
+            with torch._dynamo.config.patch(recompile_limit=64), _current(self.device):
                 yield
         finally:
             torch.set_float32_matmul_precision(before)
@@ -72,7 +73,7 @@ class FastEngine(Engine):
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would miss a replay's update
 
     def repeated(self, step: Step) -> Step:
-        return _Replayed(step)
+        return _Replayed(step, self.device)
 
     def once(self) -> ContextManager[Any]:
         return torch.compiler.set_stance("force_eager")
@@ -84,32 +85,38 @@ class _Replayed:
     WARM_UP = 3
     IN_FLIGHT = 4  # steps the host may be ahead of the GPU: enough to keep it busy, few enough for a true progress bar
 
-    def __init__(self, step: Step) -> None:
-        self.step, self.calls = step, 0
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self.step, self.device, self.calls = step, device, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.pending: deque[torch.cuda.Event] = deque()
-        self.side = torch.cuda.Stream()  # what is set up on first use is set up on the stream that captures it
+        self.side = torch.cuda.Stream(device)  # what is set up on first use is set up on the stream that captures it
 
     def __call__(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.calls < self.WARM_UP:
-            self.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.side):
-                self.step()
-            torch.cuda.current_stream().wait_stream(self.side)
-        else:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
-                self.step()
-            self.graph = graph
-            self.graph.replay()
-        self.calls += 1
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        self.pending.append(event)
-        if len(self.pending) > self.IN_FLIGHT:
-            self.pending.popleft().synchronize()
+        with _current(self.device):
+            if self.graph is not None:
+                self.graph.replay()
+            elif self.calls < self.WARM_UP:
+                self.side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.side):
+                    self.step()
+                torch.cuda.current_stream().wait_stream(self.side)
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
+                    self.step()
+                self.graph = graph
+                self.graph.replay()
+            self.calls += 1
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self.pending.append(event)
+            if len(self.pending) > self.IN_FLIGHT:
+                self.pending.popleft().synchronize()
+
+
+def _current(device: torch.device) -> ContextManager[Any]:
+    """Kernels, streams and graphs go to the current GPU, which need not be the model's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _FusedLosses(LossRunner):

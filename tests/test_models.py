@@ -560,3 +560,11 @@ def test_a_model_exposed_before_is_frozen_and_float_again():
 def test_a_model_without_patches_has_no_data_config():
     with pytest.raises(ModelError, match="ResNet has no patch embedding .*Supported"):
         data_config(timm.create_model("resnet18", pretrained=False))
+
+
+def test_blocks_that_differ_in_drop_rates_alone_are_alike_once_exposed():
+    """Compiled blocks are shared by those that are alike."""
+    exposed = expose(swin(depths=(4,), num_heads=(2,), drop_path_rate=0.5, proj_drop_rate=0.2))
+    kinds = {type(module).__name__ for module in exposed.modules()}
+    assert not kinds & {"DropPath", "Dropout"}
+    assert str(exposed.layers[0].blocks[0]) == str(exposed.layers[0].blocks[2])

@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 from timm.data import resolve_model_data_config
+from timm.layers import DropPath
 from timm.models import get_pretrained_cfg, list_models
 from torch import nn
 
@@ -37,6 +38,7 @@ def expose(model: nn.Module) -> nn.Module:
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return exposed
+    _drop_nothing(exposed)
     layers = family.expose_(exposed)
     _refuse_unknown_layers(exposed)
     if not layers:
@@ -53,6 +55,14 @@ def expose(model: nn.Module) -> nn.Module:
         last=_classifiers(exposed),
     )
     return exposed
+
+
+def _drop_nothing(model: nn.Module) -> None:
+    """Take out what only training drops. In eval mode it does nothing, but its rates would make equal blocks differ."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, (DropPath, nn.Dropout)):
+                setattr(module, name, nn.Identity())
 
 
 def data_config(model: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ SOURCE = Path(maskaq.__file__).parent
 # From the bottom up. A module imports from the rows above its own, and within its own package.
 LAYERS = [
     {"errors", "randomness", "shapes", "watch", "zoo"},
-    {"config", "kernels", "masks", "augment", "losses", "models", "runfolder"},
+    {"config", "kernels", "masks", "information", "augment", "losses", "models", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
     {"synthesis", "evaluation", "inspection"},

@@ -18,6 +18,7 @@ from helpers import (
     SMALL,
     VIT,
     VIT_ARGS,
+    WEIGHTS,
     assert_same,
     assert_same_run,
     content,
@@ -39,7 +40,7 @@ from maskaq.evaluation import EvalResult
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.run import MODEL_FILE
+from maskaq.run import QUANTIZED
 
 CLASSES = ("apple", "bread", "cherry", "date")
 MODEL_ARGS = ["--model-arg", *(f"{key}={value}" for key, value in VIT_ARGS.items())]
@@ -191,7 +192,7 @@ def test_quantize_with_images_prints_plan_progress_and_table_in_plain_lines(call
     code, out, err = call(*quantize(files, tmp_path / "run", "--data", str(files / "data")))
     assert code == 0 and not err
     assert "\x1b" not in out and "\r" not in out  # not a terminal: plain lines
-    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, MODEL_FILE):
+    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, QUANTIZED):
         assert words in out, words
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert list(metrics["accuracy"]) == ROWS and all(row["n"] == 12 for row in metrics["accuracy"].values())
@@ -226,13 +227,13 @@ def test_the_default_folder_is_named_after_model_and_bits(call, files, tmp_path,
     argv = quantize(files, tmp_path, "--bits", "W3A5", "--set", "calibration.epochs=0")
     del argv[argv.index("--out") : argv.index("--out") + 2]
     assert call(*argv)[0] == 0
-    assert (tmp_path / "runs" / f"{VIT}-w3a5" / MODEL_FILE).exists()
+    assert (tmp_path / "runs" / f"{VIT}-w3a5" / QUANTIZED).exists()
 
 
 def test_synthesize_then_calibrate_is_the_same_as_quantize(call, files, tmp_path, finished):
     out = tmp_path / "run"
     code, text, _ = call(*quantize(files, out, command="synthesize"))
-    assert code == 0 and f"go on with: maskaq calibrate {out}" in text and not (out / MODEL_FILE).exists()
+    assert code == 0 and f"go on with: maskaq calibrate {out}" in text and not (out / QUANTIZED).exists()
     code, text, err = call("calibrate", out, "--device", "cpu", "--data", files / "data")
     assert code == 0 and not err and "synthesize, round 1 of 2: 100 % from before" in text and ROWS[-1] in text
     assert_same_run(out, finished)
@@ -276,7 +277,7 @@ def test_the_demo_goes_from_an_embedded_model_to_a_table(call, tmp_path, monkeyp
 def test_a_folder_with_brackets_and_colons_in_its_name_is_printed_as_it_is(call, files, tmp_path):
     out = tmp_path / "[red]run[/] :star:"
     code, text, _ = call(*quantize(files, out, "--set", "calibration.epochs=0"))
-    assert code == 0 and f"quantized model: {out}/{MODEL_FILE}" in text
+    assert code == 0 and f"quantized model: {out}/{QUANTIZED}" in text
     assert f"maskaq evaluate {shlex.quote(str(out))} --data DIR" in text  # a command is printed as a shell takes it
 
 
@@ -597,7 +598,7 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
         code, _, err = call(*quantize(files, out))
     assert code == 130 and "latest checkpoint are kept, work since then is done again" in err and "Traceback" not in err
     assert "give the same command again to go on" in err
-    assert left_half_written(out) == [] and not (out / MODEL_FILE).exists()
+    assert left_half_written(out) == [] and not (out / QUANTIZED).exists()
     assert call(*quantize(files, out))[0] == 0
     assert_same_run(out, finished)
 
@@ -650,7 +651,7 @@ def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
     os.close(ours)
     assert process.wait() == 0 and process.stderr.read() == b""
     assert b"\x1b[" in shown and b"calibrate, round 2 of 2" in shown
-    assert_same(tensors(tmp_path / "run" / MODEL_FILE), tensors(finished / MODEL_FILE))
+    assert_same(tensors(tmp_path / "run" / WEIGHTS), tensors(finished / WEIGHTS))
 
 
 def test_a_terminal_that_lacks_letters_still_gets_the_table(files, finished):

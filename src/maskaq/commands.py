@@ -105,7 +105,7 @@ def _run(
         console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
         console.print(draw.won_back(table))
         results.write_metrics(args.out, table, args.data)
-    console.print(f"quantized model: {args.out}/{run.MODEL_FILE}   ({draw.duration(time.monotonic() - began)})")
+    console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 

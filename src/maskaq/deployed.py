@@ -17,7 +17,7 @@ from maskaq.quant.quantizers import Quantizer
 
 
 class FixedGrid(nn.Module):
-    """Rounds activations to a uniform unsigned grid with one scale and zero point: value = (code - zero_point) * scale."""
+    """Rounds activations to a uniform unsigned grid: value = (code - zero_point) * scale, one of each for a tensor."""
 
     scale: Tensor
     zero_point: Tensor
@@ -82,11 +82,11 @@ class DeployedConv2d(nn.Module):
         return F.conv2d(
             self.grid(x),
             self.weight(),
-            self.bias,
+            self.bias,  # type: ignore[arg-type]
             self.stride,
             self.padding,
             self.dilation,
-            self.groups,  # type: ignore[arg-type]
+            self.groups,
         )
 
 
@@ -161,6 +161,6 @@ def _refuse_other_grids(quantizer: Quantizer) -> None:
     """A quantizer with a grid of its own has no code of ours that computes it."""
     if type(quantizer).dequantize is not Quantizer.dequantize:
         raise ModelError(
-            f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has a grid of its own, and only uniform grids "
-            "can be deployed"
+            f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has a grid of its own, and only uniform "
+            "grids can be deployed"
         )

@@ -259,6 +259,37 @@ def test_evaluate_a_model_of_ones_own(call, files, tmp_path):
     assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["full precision"]["n"] == 12
 
 
+def test_a_saved_model_is_evaluated_and_inspected_by_its_folder(call, files, finished, tmp_path):
+    saved = finished / QUANTIZED
+    argv = ("evaluate", f"{saved}/", "--data", files / "data", "--device", "cpu", "--json", tmp_path / "table.json")
+    before = content(saved)
+    code, out, err = call(*argv)
+    assert code == 0 and not err and f"{saved} on " in out and ROWS[-1] in out and ROWS[0] not in out
+    alone = json.loads((tmp_path / "table.json").read_text())["accuracy"]
+    assert content(saved) == before
+    assert call("evaluate", finished, *argv[2:])[0] == 0
+    assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["maskaq"] == alone["maskaq"]
+    code, out, err = call("inspect", saved)
+    assert code == 0 and not err and "blocks.1.mlp.fc2" in out and "x smaller" in out
+    for words in (("inspect", saved, "--bits", "w3a3"), ("inspect", saved, "--checkpoint", files / "vit.safetensors")):
+        code, _, err = call(*words)
+        assert code == 1 and "is a saved model" in err
+
+
+def test_an_evaluated_run_has_its_accuracy_in_its_models_card(call, files, tmp_path):
+    out = tmp_path / "run"
+    assert call(*quantize(files, out, "--data", str(files / "data")))[0] == 0
+    card = (out / QUANTIZED / "README.md").read_text()
+    assert all(f"| {row} | " in card for row in ROWS) and " | 12 |" in card and "`data`" in card
+    assert "maskaq quantize" in card and "seed: 0" in card and "saved with maskaq" in card
+    config = json.loads((out / QUANTIZED / "config.json").read_text())
+    assert config["made"]["metrics"]["accuracy"] == json.loads((out / "metrics.json").read_text())["accuracy"]
+    assert config["timm"]["name"] == VIT and config["made"]["seed"] == 0
+    before = content(out / QUANTIZED)
+    assert call(*quantize(files, out))[0] == 0
+    assert content(out / QUANTIZED) == before
+
+
 def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
     images, labels = zoo.test_images()
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
@@ -457,7 +488,7 @@ MISTAKES = {
     ),
     "evaluate a foreign folder": (
         lambda f, p: ["evaluate", str(p / "foreign"), "--data", str(f / "data")],
-        ["foreign is neither a run folder (it has no run.json) nor a model name"],
+        ["foreign is neither a run folder (it has no run.json) nor a saved model"],
     ),
     "evaluate nothing": (
         lambda f, p: ["evaluate", f"{p / 'gone'}/", "--data", str(f / "data")],

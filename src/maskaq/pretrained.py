@@ -32,7 +32,7 @@ from maskaq.deployed import (
     FloatWeight,
     deploy,
 )
-from maskaq.errors import MaskaqError, ModelError, PretrainedError
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import Matmul, data_config, expose, geometry
 from maskaq.models.load import architecture_of_state, load_shape, rebuild
 from maskaq.packing import WIDTHS, pack, packed_bytes, unpack
@@ -431,13 +431,16 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{path} is not the file that was saved: {CONFIG} expects sha256 {str(expected)[:12]}..., found "
             f"{found[:12]}... in {len(data)} bytes; {_AGAIN}"
         )
-    tensors, metadata = runfolder.unseal(data, path, _AGAIN)
     try:
+        tensors, metadata = runfolder.unseal(data, path, _AGAIN)
         described = json.loads(metadata["config"])
-        different = _differences(described, {key: config.get(key) for key in described})
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise PretrainedError(f"{path} was not saved by maskaq: it does not say what it holds; {_AGAIN}") from error
-    if different:
+    except RunFolderError as error:
+        raise PretrainedError(str(error)) from error
+    except (KeyError, ValueError, RecursionError):
+        described = None
+    if not isinstance(described, dict):
+        raise PretrainedError(f"{path} was not saved by save_pretrained: it does not say what it holds; {_AGAIN}")
+    if different := _differences(described, {key: config.get(key) for key in described}):
         raise PretrainedError(f"{root / CONFIG} was changed after the model was saved: {different}; {_AGAIN}")
     return config, tensors
 

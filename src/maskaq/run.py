@@ -3,6 +3,7 @@
 import hashlib
 import operator
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -292,7 +293,7 @@ def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> 
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Versions, platform, device."""
+    """Versions, commit, platform, device."""
     return {
         "versions": {
             "maskaq": maskaq.__version__,
@@ -301,9 +302,22 @@ def surroundings(device: torch.device) -> dict[str, Any]:
             "safetensors": safetensors.__version__,
             "python": platform.python_version(),
         },
+        "commit": commit(),
         "platform": platform.platform(),
         "device": device_name(device),
     }
+
+
+def commit() -> str | None:
+    """The commit of this maskaq, with "-dirty" where files of it were changed; None if it is not run from a clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or not (root / "src" / "maskaq").is_dir():
+        return None
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def device_name(device: torch.device) -> str:

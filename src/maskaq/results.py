@@ -115,7 +115,10 @@ def open_run(folder: str | Path) -> OpenedRun:
     run = RunFolder.read(folder)
     source = run.source
     if not source:
-        raise RunFolderError(f"{folder} was made from a model in memory, without a name: load its model file in Python")
+        raise RunFolderError(
+            f"{folder} was made from a model in memory, without a name: load its model alone, with "
+            f"maskaq.from_pretrained({str(Path(folder) / QUANTIZED)!r})"
+        )
     try:
         source = {"args": {}, "checkpoint": None, **source}
         source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}

@@ -12,7 +12,7 @@ import timm
 import torch
 from torch import nn
 
-from maskaq import run
+from maskaq import pretrained, run
 from maskaq.config import Recipe, load_recipe
 from maskaq.errors import MaskaqError
 from maskaq.models import expose
@@ -84,6 +84,14 @@ class Ears(Watch):
         self.stages.append((title, total, done))
 
 
+WEIGHTS = f"{run.QUANTIZED}/model.safetensors"
+
+
+def packed(student: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a saved student consists of."""
+    return pretrained._stored(pretrained.as_deployed(student))
+
+
 def tensors(path: str | Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
@@ -95,8 +103,10 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def assert_same_run(a: Path, b: Path) -> None:
-    """Same weights and same images of every round, bit for bit."""
-    assert_same(tensors(a / run.MODEL_FILE), tensors(b / run.MODEL_FILE))
+    """Same model, same weights behind it and same images of every round, bit for bit."""
+    assert_same(tensors(a / WEIGHTS), tensors(b / WEIGHTS))
+    newest = [sorted((root / "checkpoints").glob("*.safetensors"))[-1] for root in (a, b)]
+    assert_same(*(tensors(path) for path in newest))
     images = [sorted(p.relative_to(root) for p in root.glob("images/*/*.safetensors")) for root in (a, b)]
     assert images[0] == images[1] and images[0]
     for name in images[0]:

@@ -14,11 +14,11 @@ SOURCE = Path(maskaq.__file__).parent
 
 # From the bottom up. A module imports from the rows above its own, and within its own package.
 LAYERS = [
-    {"errors", "randomness", "shapes", "watch", "zoo"},
-    {"config", "kernels", "masks", "information", "augment", "losses", "models", "runfolder"},
+    {"card", "errors", "randomness", "shapes", "watch", "zoo"},
+    {"config", "kernels", "masks", "information", "augment", "losses", "models", "packing", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
-    {"synthesis", "evaluation", "inspection"},
+    {"synthesis", "evaluation", "inspection", "pretrained"},
     {"calibration"},
     {"run"},
     {"results", "bench"},

@@ -229,7 +229,7 @@ def test_a_run_whose_loss_becomes_no_number_keeps_the_last_sound_student_and_sav
         quantize(tiny_vit(), small_recipe(), tmp_path / "run", device="cpu", checkpoint_seconds=0)
     saved, progress = RunFolder.read(tmp_path / "run").load_checkpoint()
     assert progress["epoch"] == 1 and all(torch.isfinite(value).all() for value in saved.values())
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not (tmp_path / "run" / "quantized").exists()
 
 
 # ---- optimiser

@@ -18,6 +18,7 @@ from helpers import (
     SMALL,
     VIT,
     VIT_ARGS,
+    WEIGHTS,
     assert_same,
     assert_same_run,
     content,
@@ -39,7 +40,7 @@ from maskaq.evaluation import EvalResult
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.run import MODEL_FILE
+from maskaq.run import QUANTIZED
 
 CLASSES = ("apple", "bread", "cherry", "date")
 MODEL_ARGS = ["--model-arg", *(f"{key}={value}" for key, value in VIT_ARGS.items())]
@@ -191,7 +192,7 @@ def test_quantize_with_images_prints_plan_progress_and_table_in_plain_lines(call
     code, out, err = call(*quantize(files, tmp_path / "run", "--data", str(files / "data")))
     assert code == 0 and not err
     assert "\x1b" not in out and "\r" not in out  # not a terminal: plain lines
-    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, MODEL_FILE):
+    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, QUANTIZED):
         assert words in out, words
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert list(metrics["accuracy"]) == ROWS and all(row["n"] == 12 for row in metrics["accuracy"].values())
@@ -226,13 +227,13 @@ def test_the_default_folder_is_named_after_model_and_bits(call, files, tmp_path,
     argv = quantize(files, tmp_path, "--bits", "W3A5", "--set", "calibration.epochs=0")
     del argv[argv.index("--out") : argv.index("--out") + 2]
     assert call(*argv)[0] == 0
-    assert (tmp_path / "runs" / f"{VIT}-w3a5" / MODEL_FILE).exists()
+    assert (tmp_path / "runs" / f"{VIT}-w3a5" / QUANTIZED).exists()
 
 
 def test_synthesize_then_calibrate_is_the_same_as_quantize(call, files, tmp_path, finished):
     out = tmp_path / "run"
     code, text, _ = call(*quantize(files, out, command="synthesize"))
-    assert code == 0 and f"go on with: maskaq calibrate {out}" in text and not (out / MODEL_FILE).exists()
+    assert code == 0 and f"go on with: maskaq calibrate {out}" in text and not (out / QUANTIZED).exists()
     code, text, err = call("calibrate", out, "--device", "cpu", "--data", files / "data")
     assert code == 0 and not err and "synthesize, round 1 of 2: 100 % from before" in text and ROWS[-1] in text
     assert_same_run(out, finished)
@@ -258,6 +259,37 @@ def test_evaluate_a_model_of_ones_own(call, files, tmp_path):
     assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["full precision"]["n"] == 12
 
 
+def test_a_saved_model_is_evaluated_and_inspected_by_its_folder(call, files, finished, tmp_path):
+    saved = finished / QUANTIZED
+    argv = ("evaluate", f"{saved}/", "--data", files / "data", "--device", "cpu", "--json", tmp_path / "table.json")
+    before = content(saved)
+    code, out, err = call(*argv)
+    assert code == 0 and not err and f"{saved} on " in out and ROWS[-1] in out and ROWS[0] not in out
+    alone = json.loads((tmp_path / "table.json").read_text())["accuracy"]
+    assert content(saved) == before
+    assert call("evaluate", finished, *argv[2:])[0] == 0
+    assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["maskaq"] == alone["maskaq"]
+    code, out, err = call("inspect", saved)
+    assert code == 0 and not err and "blocks.1.mlp.fc2" in out and "x smaller" in out
+    for words in (("inspect", saved, "--bits", "w3a3"), ("inspect", saved, "--checkpoint", files / "vit.safetensors")):
+        code, _, err = call(*words)
+        assert code == 1 and "is a saved model" in err
+
+
+def test_an_evaluated_run_has_its_accuracy_in_its_models_card(call, files, tmp_path):
+    out = tmp_path / "run"
+    assert call(*quantize(files, out, "--data", str(files / "data")))[0] == 0
+    card = (out / QUANTIZED / "README.md").read_text()
+    assert all(f"| {row} | " in card for row in ROWS) and " | 12 |" in card and "`data`" in card
+    assert "maskaq quantize" in card and "seed: 0" in card and "saved with maskaq" in card
+    config = json.loads((out / QUANTIZED / "config.json").read_text())
+    assert config["made"]["metrics"]["accuracy"] == json.loads((out / "metrics.json").read_text())["accuracy"]
+    assert config["timm"]["name"] == VIT and config["made"]["seed"] == 0
+    before = content(out / QUANTIZED)
+    assert call(*quantize(files, out))[0] == 0
+    assert content(out / QUANTIZED) == before
+
+
 def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
     images, labels = zoo.test_images()
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
@@ -276,7 +308,7 @@ def test_the_demo_goes_from_an_embedded_model_to_a_table(call, tmp_path, monkeyp
 def test_a_folder_with_brackets_and_colons_in_its_name_is_printed_as_it_is(call, files, tmp_path):
     out = tmp_path / "[red]run[/] :star:"
     code, text, _ = call(*quantize(files, out, "--set", "calibration.epochs=0"))
-    assert code == 0 and f"quantized model: {out}/{MODEL_FILE}" in text
+    assert code == 0 and f"quantized model: {out}/{QUANTIZED}" in text
     assert f"maskaq evaluate {shlex.quote(str(out))} --data DIR" in text  # a command is printed as a shell takes it
 
 
@@ -456,7 +488,7 @@ MISTAKES = {
     ),
     "evaluate a foreign folder": (
         lambda f, p: ["evaluate", str(p / "foreign"), "--data", str(f / "data")],
-        ["foreign is neither a run folder (it has no run.json) nor a model name"],
+        ["foreign is neither a run folder (it has no run.json) nor a saved model"],
     ),
     "evaluate nothing": (
         lambda f, p: ["evaluate", f"{p / 'gone'}/", "--data", str(f / "data")],
@@ -597,7 +629,7 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
         code, _, err = call(*quantize(files, out))
     assert code == 130 and "latest checkpoint are kept, work since then is done again" in err and "Traceback" not in err
     assert "give the same command again to go on" in err
-    assert left_half_written(out) == [] and not (out / MODEL_FILE).exists()
+    assert left_half_written(out) == [] and not (out / QUANTIZED).exists()
     assert call(*quantize(files, out))[0] == 0
     assert_same_run(out, finished)
 
@@ -650,7 +682,7 @@ def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
     os.close(ours)
     assert process.wait() == 0 and process.stderr.read() == b""
     assert b"\x1b[" in shown and b"calibrate, round 2 of 2" in shown
-    assert_same(tensors(tmp_path / "run" / MODEL_FILE), tensors(finished / MODEL_FILE))
+    assert_same(tensors(tmp_path / "run" / WEIGHTS), tensors(finished / WEIGHTS))
 
 
 def test_a_terminal_that_lacks_letters_still_gets_the_table(files, finished):

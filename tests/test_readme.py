@@ -51,7 +51,7 @@ def test_commands_of_the_readme_run_in_their_order(tmp_path, monkeypatch, capsys
         assert cli.main([*words, *budget]) == 0, words
     out = capsys.readouterr().out
     assert "maskaq wins back" in out or "round to nearest" in out
-    assert (tmp_path / "runs/swin/model.safetensors").exists()
+    assert (tmp_path / "runs/swin/quantized/model.safetensors").exists()
     assert (tmp_path / "runs/swin.json").exists()
 
 

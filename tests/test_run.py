@@ -17,8 +17,11 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import (
+    SWIN,
+    SWIN_ARGS,
     VIT,
     VIT_ARGS,
+    WEIGHTS,
     Ears,
     assert_same,
     assert_same_run,
@@ -26,6 +29,7 @@ from helpers import (
     hook,
     in_process,
     left_half_written,
+    packed,
     quantize_and_die,
     quantize_and_tell,
     small_recipe,
@@ -34,7 +38,7 @@ from helpers import (
     tiny_vit,
 )
 
-from maskaq import results, runfolder
+from maskaq import results
 from maskaq.calibration import Calibrator
 from maskaq.config import load_recipe, to_toml
 from maskaq.data import SyntheticSet
@@ -43,6 +47,7 @@ from maskaq.errors import (
     CheckpointError,
     DeviceError,
     ModelError,
+    PretrainedError,
     RecipeError,
     RunFolderError,
     SynthesisError,
@@ -50,8 +55,9 @@ from maskaq.errors import (
 from maskaq.evaluation import EvalResult
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
-from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
-from maskaq.run import MODEL_FILE, pick_device, quantize, range_images, weights_digest
+from maskaq.pretrained import from_pretrained
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.run import QUANTIZED, pick_device, quantize, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 
@@ -104,7 +110,7 @@ MOMENTS = {
 def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, seconds, moment):
     recipe, out = small_recipe(*kind), tmp_path / "run"
     assert in_process(quantize_and_die, out, recipe, seconds, *moment) == -signal.SIGKILL
-    assert not (out / MODEL_FILE).exists()
+    assert not (out / QUANTIZED).exists()
     quantize(tiny_vit(), recipe, out, checkpoint_seconds=seconds)
     assert_same_run(out, straight(kind))
     assert left_half_written(out) == []
@@ -161,7 +167,7 @@ def test_a_full_disk_says_how_to_go_on_and_that_is_true(tmp_path, straight, monk
         with pytest.raises(RunFolderError, match=r"disk full: \d+ bytes .*run the same command again") as raised:
             quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)
     assert str(out) in str(raised.value) and left_half_written(out) == []
-    assert not (out / MODEL_FILE).exists()
+    assert not (out / QUANTIZED).exists()
     quantize(tiny_vit(), recipe, out)
     assert_same_run(out, straight(WARM))
 
@@ -202,7 +208,7 @@ def test_a_whole_run_leaves_the_users_model_untouched(tmp_path, build):
 def test_only_the_images_and_then_the_rest_is_the_same_as_all_at_once(tmp_path, straight):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     first = quantize(tiny_vit(), recipe, out, only_images=True)
-    assert not (out / MODEL_FILE).exists() and len(first.images) == 8
+    assert not (out / QUANTIZED).exists() and len(first.images) == 8
     assert [p.name for p in (out / "images").iterdir()] == ["round_00"]
     quantize(tiny_vit(), recipe, out)
     assert_same_run(out, straight(WARM))
@@ -218,7 +224,7 @@ def test_a_finished_run_called_again_changes_nothing_and_makes_nothing(tmp_path,
     assert content(out) == before
     assert len(ears.notes) == 1 and ears.notes[0].startswith(f"{out} is finished")
     assert [(total, done) for _, total, done in ears.stages] == [(16, 16), (16, 16)]
-    assert_same({k: v.detach() for k, v in result.model.state_dict().items()}, tensors(out / MODEL_FILE))
+    assert_same(packed(result.model), tensors(out / WEIGHTS))
     assert len(result.images) == 8
 
 
@@ -232,7 +238,7 @@ def test_the_student_of_the_last_epoch_is_what_is_saved(tmp_path, monkeypatch, k
 
     def epoch(self, data, number):
         result = real(self, data, number)
-        seen.append((number, {name: p.detach().clone() for name, p in self.student.named_parameters()}))
+        seen.append((number, packed(self.student)))
         return result
 
     monkeypatch.setattr(Calibrator, "epoch", epoch)
@@ -241,18 +247,16 @@ def test_the_student_of_the_last_epoch_is_what_is_saved(tmp_path, monkeypatch, k
         tiny_vit(), small_recipe(*kind, "calibration.lr=0.05"), tmp_path / "run", checkpoint_seconds=seconds
     )
     assert [number for number, _ in seen] == [0, 1, 2, 3]
-    saved = tensors(tmp_path / "run" / MODEL_FILE)
-    assert_same({name: saved[name] for name in seen[-1][1]}, seen[-1][1])
-    assert_same(saved, {name: value.detach() for name, value in result.model.state_dict().items()})
+    assert_same(tensors(tmp_path / "run" / WEIGHTS), seen[-1][1])
+    assert_same(packed(result.model), seen[-1][1])
 
 
-def test_the_saved_scales_are_those_of_the_saved_weights(straight):
-    saved = tensors(straight(COLD) / MODEL_FILE)
-    student = quantized_twin(expose(tiny_vit()), small_recipe(*COLD).quantization)
-    student.load_state_dict(saved)
-    with frozen(student):  # quantizes every weight, which brings a minmax scale up to date
-        pass
-    assert_same(dict(student.state_dict()), saved)
+def test_the_saved_model_gives_the_outputs_of_the_student(straight):
+    student = quantize(tiny_vit(), small_recipe(*COLD), straight(COLD)).model
+    model = from_pretrained(straight(COLD) / QUANTIZED, like=tiny_vit(seed=9))
+    images = batches(None)[0][0]
+    with torch.no_grad():
+        assert torch.equal(model(images), student(images))
 
 
 def test_the_log_tells_of_every_shard_and_every_epoch(straight):
@@ -268,13 +272,10 @@ def test_the_log_tells_of_every_shard_and_every_epoch(straight):
 def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
     recipe = small_recipe("calibration.epochs=0")
     result = quantize(tiny_vit(), recipe, tmp_path / "run")
-    saved, fresh = tensors(tmp_path / "run" / MODEL_FILE), quantized_twin(expose(tiny_vit()), recipe.quantization)
+    fresh = quantized_twin(expose(tiny_vit()), recipe.quantization)
     init_ranges_(fresh, range_images(fresh, result.images, recipe), recipe.quantization)
-    ranges = {name: value for name, value in fresh.state_dict().items() if "quantizer" in name}
     assert len(result.images) == 8 and not (tmp_path / "run" / "checkpoints").exists()
-    assert_same({name: saved[name] for name in ranges}, ranges)
-    weights = {name: value for name, value in tiny_vit().state_dict().items() if name in saved}
-    assert weights and all(torch.equal(saved[name], value) for name, value in weights.items())
+    assert_same(tensors(tmp_path / "run" / WEIGHTS), packed(fresh))
     before = content(tmp_path / "run")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     assert content(tmp_path / "run") == before
@@ -354,12 +355,13 @@ def test_a_damaged_model_file_is_named_and_the_same_command_mends_it(tmp_path, c
     out = tmp_path / "run"
     model, source = from_file(checkpoint)
     quantize(model, small_recipe(), out, source=source)
-    sound = (out / MODEL_FILE).read_bytes()
-    flip(out / MODEL_FILE)
-    with pytest.raises(RunFolderError, match=f"{out / MODEL_FILE} is damaged"):
-        results.open_run(out).calibrated()
-    quantize(model, small_recipe(), out, source=source)
-    assert (out / MODEL_FILE).read_bytes() == sound
+    sound = content(out / QUANTIZED)
+    for name in ("model.safetensors", "config.json"):
+        (out / QUANTIZED / name).write_bytes(sound[name][:-100])
+        with pytest.raises(PretrainedError, match=f"{out / QUANTIZED / name} is not .*: maskaq calibrate"):
+            results.open_run(out).calibrated()
+        quantize(model, small_recipe(), out, source=source)
+        assert content(out / QUANTIZED) == sound
 
 
 def test_a_recipe_toml_that_was_edited_is_noticed_and_changes_nothing(tmp_path, straight):
@@ -528,12 +530,11 @@ def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
     with torch.no_grad():
         assert torch.allclose(opened.teacher()(images), tiny_vit()(images), atol=1e-5)
     nearest, searched, ours = opened.nearest(), opened.searched(), opened.calibrated()
-    saved = tensors(opened.folder / MODEL_FILE)
-    assert_same({name: ours.state_dict()[name].detach() for name in saved}, saved)
+    assert_same(packed(ours), tensors(opened.folder / WEIGHTS))
     weight = "blocks.0.mlp.fc1.weight"
     teacher = opened.teacher().state_dict()[weight]
     assert torch.equal(nearest.state_dict()[weight], teacher) and torch.equal(searched.state_dict()[weight], teacher)
-    assert not torch.equal(ours.state_dict()[weight], teacher)
+    assert not torch.equal(packed(ours)[f"{weight}.codes"], packed(nearest)[f"{weight}.codes"])
     scales = "blocks.0.mlp.fc1.input_quantizer.scale"
     assert nearest.state_dict()[scales] > searched.state_dict()[scales]  # min-max covers all, the search cuts outliers
 
@@ -601,9 +602,24 @@ def test_a_run_json_without_its_recipe_is_damaged(opened):
 
 
 def test_the_model_file_of_another_run_is_refused_before_anything_is_evaluated(opened):
-    runfolder.write_tensors(opened.folder / MODEL_FILE, tiny_swin().state_dict())
+    recipe, other = small_recipe(), opened.folder.with_name("other")
+    quantize(tiny_swin(), recipe, other, source={"name": SWIN, "args": SWIN_ARGS})
+    shutil.rmtree(opened.folder / QUANTIZED)
+    shutil.copytree(other / QUANTIZED, opened.folder / QUANTIZED)
     with pytest.raises(RunFolderError, match="is of another model or recipe than the run; delete it"):
         results.compare(opened, lambda model: pytest.fail("evaluated"), device="cpu")
+
+
+def test_a_run_of_the_layout_before_is_brought_into_todays_by_the_same_command(opened, checkpoint):
+    sound = content(opened.folder / QUANTIZED)
+    shutil.rmtree(opened.folder / QUANTIZED)
+    (opened.folder / "model.safetensors").write_bytes(b"float weights")
+    with pytest.raises(RunFolderError, match="form of an older maskaq.*maskaq calibrate"):
+        opened.calibrated()
+    model, source = from_file(checkpoint)
+    quantize(model, small_recipe(), opened.folder, source=source)
+    assert content(opened.folder / QUANTIZED) == sound
+    opened.calibrated()
 
 
 def test_bits_win_over_those_of_a_recipe_and_a_recipe_may_be_a_file(tmp_path):
@@ -621,7 +637,7 @@ def test_a_student_that_diverges_in_its_last_step_is_not_saved(tmp_path, monkeyp
     monkeypatch.setattr(Calibrator, "epoch", diverge)
     with pytest.raises(CalibrationError, match=r"became NaN or Inf by epoch \d.*calibration\.lr"):
         quantize(tiny_vit(), small_recipe(), tmp_path / "run")
-    assert not (tmp_path / "run" / MODEL_FILE).exists()
+    assert not (tmp_path / "run" / QUANTIZED).exists()
 
 
 @pytest.mark.parametrize(("round", "blamed"), [(0, "synthesis.lr"), (1, "calibration.lr")])

@@ -25,6 +25,8 @@ _HOME = {
     "evaluate": "maskaq.evaluation",
     "image_folder": "maskaq.data",
     "open_run": "maskaq.results",
+    "save_pretrained": "maskaq.pretrained",
+    "from_pretrained": "maskaq.pretrained",
     "inspect_model": "maskaq.inspection",
     "synthesis_term": "maskaq.losses.terms",
     "calibration_term": "maskaq.losses.terms",
@@ -39,6 +41,7 @@ __all__ = [
     "calibration_term",
     "evaluate",
     "expose",
+    "from_pretrained",
     "image_folder",
     "init_ranges_",
     "inspect_model",
@@ -49,6 +52,7 @@ __all__ = [
     "quantize",
     "quantized_twin",
     "quantizer",
+    "save_pretrained",
     "synthesis_term",
     "synthesize",
 ]
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from maskaq.losses.terms import calibration_term, synthesis_term
     from maskaq.models import expose
     from maskaq.models.load import load_model
+    from maskaq.pretrained import from_pretrained, save_pretrained
     from maskaq.quant.quantizers import quantizer
     from maskaq.quant.twin import init_ranges_, quantized_twin
     from maskaq.results import open_run

@@ -139,8 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(sub)
     _data_options(sub, required=False)
 
-    sub = command("evaluate", "accuracy of a run (full precision, round to nearest, maskaq) or of a model")
-    sub.add_argument("model", metavar="RUN_OR_MODEL", help="a run folder, or a model as in `quantize`")
+    sub = command("evaluate", "accuracy of a run (full precision, round to nearest, maskaq), a saved model or a model")
+    sub.add_argument(
+        "model", metavar="RUN_OR_MODEL", help="a run folder, a saved model's folder, or a model as in `quantize`"
+    )
     sub.add_argument("--checkpoint", metavar="FILE", help="weights of the model, or of a run's where they moved")
     sub.add_argument(
         "--model-arg", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="argument for timm"

@@ -27,10 +27,11 @@ from maskaq.engine import pick_engine
 from maskaq.errors import DataError, ModelError, RecipeError, RunFolderError, unknown
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
-from maskaq.inspection import inspect_model
+from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
 from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
+from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.runfolder import RunFolder
 
@@ -105,7 +106,7 @@ def _run(
         console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
         console.print(draw.won_back(table))
         results.write_metrics(args.out, table, args.data)
-    console.print(f"quantized model: {args.out}/{run.MODEL_FILE}   ({draw.duration(time.monotonic() - began)})")
+    console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 
@@ -114,10 +115,13 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     batches, device = _batches(args), run.pick_device(args.device)
     path = Path(args.model)
     is_run = (path / "run.json").exists()
-    if is_run:
+    is_saved = not is_run and is_pretrained(path)
+    if is_run or is_saved:
         args.model = str(path)  # without a trailing slash
     elif path.exists():
-        raise ModelError(f"{path} is neither a run folder (it has no run.json) nor a model name")
+        raise ModelError(
+            f"{path} is neither a run folder (it has no run.json) nor a saved model (no config.json) nor a model name"
+        )
     elif path.name != args.model:  # it has a slash: meant as a folder
         raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
     table: dict[str, EvalResult | str]
@@ -128,10 +132,11 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
             opened = _opened(args.model, args.checkpoint)
             table = results.compare(opened, batches, device=device, watch=watch)
         else:
-            model = load_model(args.model, args.checkpoint, _model_args(args.model_arg))
+            model = _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
             loader = batches(model)
             watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
-            table = {results.FULL_PRECISION: evaluate_model(model.to(device), loader, watch)}
+            row = results.CALIBRATED if is_saved else results.FULL_PRECISION
+            table = {row: evaluate_model(model.to(device), loader, watch)}
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}"))
     if is_run:
         results.write_metrics(args.model, table, args.data)
@@ -140,13 +145,19 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
 
 
 def inspect(args: argparse.Namespace, console: Console) -> None:
-    recipe = _recipe(args)
-    model_args = _model_args(args.model_arg)
-    model = (
-        load_model(args.model, args.checkpoint, model_args) if args.checkpoint else load_shape(args.model, model_args)
-    )
-    report = inspect_model(model, recipe)
-    table = Table(title=f"{args.model} {recipe.quantization.bits}", title_justify="left")
+    if is_pretrained(args.model):
+        if args.bits or args.set:
+            raise RecipeError(
+                f"{args.model} is a saved model and has its bits: --bits and --set are for a model's name"
+            )
+        report, title = inspect_deployed(_saved(args)), args.model
+    else:
+        recipe = _recipe(args)
+        model_args = _model_args(args.model_arg)
+        has_file = args.checkpoint is not None
+        model = load_model(args.model, args.checkpoint, model_args) if has_file else load_shape(args.model, model_args)
+        report, title = inspect_model(model, recipe), f"{args.model} {recipe.quantization.bits}"
+    table = Table(title=title, title_justify="left")
     for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
         table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
     for row in report.rows:
@@ -229,6 +240,14 @@ def _opened(folder: str, checkpoint: str | None) -> results.OpenedRun:
     """A run, with its weights file where the user says it is now; other weights than the run's are refused later."""
     opened = results.open_run(folder)
     return replace(opened, source=opened.source | {"checkpoint": _absolute(checkpoint)}) if checkpoint else opened
+
+
+def _saved(args: argparse.Namespace) -> nn.Module:
+    if args.checkpoint or args.model_arg:
+        raise ModelError(
+            f"{args.model} is a saved model with its weights: --checkpoint and --model-arg are for a model's name"
+        )
+    return from_pretrained(args.model)
 
 
 def _absolute(file: str) -> str:

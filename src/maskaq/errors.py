@@ -31,6 +31,10 @@ class RunFolderError(MaskaqError):
     """A run folder is in use, damaged, or belongs to another run."""
 
 
+class PretrainedError(MaskaqError):
+    """A saved model is missing, damaged, changed, or of a format that is not ours."""
+
+
 class SynthesisError(MaskaqError):
     """Too many synthetic images were lost to NaN or Inf."""
 

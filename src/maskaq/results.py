@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from maskaq import runfolder
 from maskaq.config import Quantization, Recipe, recipe_from_dict
 from maskaq.data import SyntheticSet
-from maskaq.errors import CheckpointError, MaskaqError, RunFolderError
+from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError
 from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
-from maskaq.models.load import load_model, rebuild
+from maskaq.models.load import load_model
+from maskaq.pretrained import add_metrics, from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import MODEL_FILE, own_torch_modes, pick_device, range_images, weights_digest
+from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
@@ -73,21 +74,28 @@ class OpenedRun:
 
     @own_torch_modes()
     def calibrated(self) -> nn.Module:
-        """The calibrated student of the last epoch. Needs no teacher."""
-        if not (self.folder / MODEL_FILE).exists():
+        """The calibrated model of the last epoch, as `maskaq.from_pretrained` gives it. Needs no teacher."""
+        if not (self.folder / QUANTIZED).exists():
+            if (self.folder / "model.safetensors").exists():
+                raise RunFolderError(
+                    f"{self.folder} has its model in the form of an older maskaq; it is brought into today's, in a "
+                    f"moment, by: {_calibrate(self.folder)}"
+                )
             raise RunFolderError(
                 f"{self.folder} is not finished: run its command again to go on, or: {_calibrate(self.folder)}"
             )
-        student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
-        tensors, _ = runfolder.read_tensors(self.folder / MODEL_FILE)
         try:
-            student.load_state_dict(tensors)
-        except RuntimeError as error:
+            model = from_pretrained(self.folder / QUANTIZED)
+        except PretrainedError as error:
+            raise PretrainedError(f"{error}; a sound one is made by: {_calibrate(self.folder)}") from error
+        made: Any = model.maskaq_config
+        identity = RunFolder.read(self.folder).identity
+        if any(made["made"].get(key) != identity[key] for key in ("recipe", "model", "seed")):
             raise RunFolderError(
-                f"{self.folder / MODEL_FILE} is of another model or recipe than the run; delete it, and it is made "
+                f"{self.folder / QUANTIZED} is of another model or recipe than the run; delete it, and it is made "
                 f"anew by: {_calibrate(self.folder)}"
-            ) from error
-        return student
+            )
+        return model
 
     def images(self) -> SyntheticSet:
         """The synthetic images of the latest round that is there."""
@@ -107,7 +115,10 @@ def open_run(folder: str | Path) -> OpenedRun:
     run = RunFolder.read(folder)
     source = run.source
     if not source:
-        raise RunFolderError(f"{folder} was made from a model in memory, without a name: load its model file in Python")
+        raise RunFolderError(
+            f"{folder} was made from a model in memory, without a name: load its model alone, with "
+            f"maskaq.from_pretrained({str(Path(folder) / QUANTIZED)!r})"
+        )
     try:
         source = {"args": {}, "checkpoint": None, **source}
         source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}
@@ -139,8 +150,10 @@ def compare(
 
 
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
-    """metrics.json of a run folder: what `compare` found, and on which images."""
-    runfolder.write_json_atomic(Path(folder) / "metrics.json", metrics(table, data))
+    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images."""
+    found = metrics(table, data)
+    runfolder.write_json_atomic(Path(folder) / "metrics.json", found)
+    add_metrics(Path(folder) / QUANTIZED, found)
 
 
 def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:

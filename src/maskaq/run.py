@@ -3,6 +3,7 @@
 import hashlib
 import operator
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,19 +17,20 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq import randomness, runfolder
+from maskaq import pretrained, randomness, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.models import expose, geometry
-from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
+from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
-MODEL_FILE = "model.safetensors"
+QUANTIZED = "quantized"
+"""The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way, for whoever wants to look
 
 
@@ -107,7 +109,8 @@ def quantize(
             )
         init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
         first_epoch = _restore(run, student, calibrator)
-        if run.path(MODEL_FILE).exists() and first_epoch == recipe.calibration.epochs:
+        finished = first_epoch == recipe.calibration.epochs and pretrained.is_sound(run.path(QUANTIZED))
+        if finished:
             watch.note(f"{out} is finished: its model is made, nothing is left to calibrate")
         elif forecast:
             watch.forecast(_forecast(synthesizer, run, first_epoch, only_images))
@@ -133,8 +136,8 @@ def quantize(
                     _checkpoint(run, student, calibrator, epoch + 1)
                     last_saved = time.monotonic()
         assert images is not None
-        if not only_images:
-            _save_model(run, student)
+        if not only_images and not finished:
+            _save_model(run, student, source)
     return Result(model=student, folder=Path(out), images=images)
 
 
@@ -201,10 +204,15 @@ def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Te
     return geometry(teacher).normalise(to_pixels(chosen.images))
 
 
-def _save_model(run: RunFolder, student: nn.Module) -> None:
-    with frozen(student):  # brings the scales that follow their weights up to the last step
-        tensors = {name: value.detach().cpu() for name, value in student.state_dict().items()}
-    runfolder.write_tensors(run.path(MODEL_FILE), tensors, {"maskaq": maskaq.__version__})
+def _save_model(run: RunFolder, student: nn.Module, source: dict[str, Any] | None) -> None:
+    deployed = pretrained.as_deployed(student)
+    named = source and (source.get("architecture") or {key: source[key] for key in ("name", "args") if key in source})
+    architecture = pretrained.find_architecture(deployed, named)  # a model of the user's own may have none
+    made = {**run.identity, "command": (source or {}).get("command"), **run.facts}
+    made.pop("source", None)  # it has paths of this machine
+    if run.path("metrics.json").exists():  # measured before the folder was lost
+        made["metrics"] = pretrained.metrics_to_show(run.read_json("metrics.json"))
+    pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:
@@ -287,7 +295,7 @@ def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> 
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:
-    """Versions, platform, device."""
+    """Versions, commit, platform, device."""
     return {
         "versions": {
             "maskaq": maskaq.__version__,
@@ -296,9 +304,22 @@ def surroundings(device: torch.device) -> dict[str, Any]:
             "safetensors": safetensors.__version__,
             "python": platform.python_version(),
         },
+        "commit": commit(),
         "platform": platform.platform(),
         "device": device_name(device),
     }
+
+
+def commit() -> str | None:
+    """The commit of this maskaq, with "-dirty" where files of it were changed; None if it is not run from a clone."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or not (root / "src" / "maskaq").is_dir():
+        return None
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def device_name(device: torch.device) -> str:

@@ -5,16 +5,18 @@
     events.jsonl                   one JSON object per line, appended
     images/round_00/               shard_0000.safetensors ... and manifest.json
     checkpoints/                   the latest checkpoint and the one before
-    model.safetensors              the result, and metrics.json its accuracy, written for the stages that make them
+    quantized/                     the result, and metrics.json its accuracy, written for the stages that make them
     .lock, .lock.pid               held by the one process that writes
 
 Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.
 """
 
+import ctypes
 import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
@@ -84,8 +86,52 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
         finally:
             with suppress(OSError):  # after the rename there is nothing left to remove
                 temp.unlink()
+    _sync_folder(path.parent)
+
+
+def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
+    """Puts a folder with these files, and no others, at path: it is the old folder or all of the new one."""
+    path = Path(os.path.realpath(path))  # through a link, or the link itself would be replaced
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _explained(path, sum(map(len, files.values()))):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temp, ignore_errors=True)
+            temp.mkdir()
+            for name, data in files.items():
+                with open(temp / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            _sync_folder(temp)
+            if path.exists():
+                _exchange(temp, path)
+            else:
+                os.replace(temp, path)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)  # what could not be finished, or the old folder
+    _sync_folder(path.parent)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Two folders change places: at once where the system can, else by way of a third name."""
+    with suppress(OSError, AttributeError):
+        at_here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: of Linux, like the call
+        if ctypes.CDLL(None).renameat2(at_here, os.fsencode(a), at_here, os.fsencode(b), exchange) == 0:
+            return
+    aside = b.with_name(f".{b.name}.{os.getpid()}.aside.tmp")
+    os.replace(b, aside)
+    try:
+        os.replace(a, b)
+    except BaseException:
+        os.replace(aside, b)
+        raise
+    os.replace(aside, a)
+
+
+def _sync_folder(path: Path) -> None:
     with suppress(OSError):  # not every file system can sync a folder; a kill, unlike a power cut, does not need it
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
@@ -94,20 +140,25 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
     """Puts obj at path as readable JSON, like `write_bytes_atomic`."""
+    write_bytes_atomic(path, json_bytes(obj))
+
+
+def json_bytes(obj: Any) -> bytes:
+    """obj as readable JSON."""
     text = json.dumps(obj, indent=2, ensure_ascii=False) + "\n"
     # A path that is not UTF-8 comes as surrogates, whose backslash form is also their JSON escape.
-    write_bytes_atomic(path, text.encode(errors="backslashreplace"))
+    return text.encode(errors="backslashreplace")
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Puts tensors and metadata at path as safetensors; the metadata key "digest" is ours. Same input, same bytes."""
-    write_bytes_atomic(path, _seal(tensors, metadata or {}))
+    write_bytes_atomic(path, seal(tensors, metadata or {}))
 
 
 def read_tensors(path: str | Path, remedy: str = _ANEW) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors (on the CPU) and metadata `write_tensors` put at path, every bit verified."""
     path = Path(path)
-    return _unseal(_read_bytes(path), path, remedy)
+    return unseal(_read_bytes(path), path, remedy)
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -131,7 +182,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file whose metadata holds the sha256 of the whole file, taken with zeros in the digest's place."""
     plain = {name: _plain(tensor) for name, tensor in tensors.items()}
     blob = memoryview(safetensors.torch.save(plain, {**metadata, "digest": _ZEROS.decode()}))
@@ -147,8 +198,8 @@ def _seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     return b"".join((sealed, blob[end:]))
 
 
-def _unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What `_seal` was given; path and remedy are for the message when a bit of data is not as it was."""
+def unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `seal` was given; path and remedy are for the message when a bit of data is not as it was."""
     end = min(8 + int.from_bytes(data[:8], "little"), len(data))
     found = _DIGEST.search(data, 8, end)
     if found is None:
@@ -158,9 +209,12 @@ def _unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], di
     if digest.hexdigest() != found[1].decode():
         expected = found[1].decode()
         raise _damaged(path, f"digest {_short(expected)} expected, {_short(digest.hexdigest())} found", remedy)
-    metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
-    del metadata["digest"]
-    return safetensors.torch.load(data), metadata
+    try:
+        metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
+        del metadata["digest"]
+        return safetensors.torch.load(data), metadata
+    except Exception as error:  # a digest that somebody else computed
+        raise _damaged(path, error, remedy) from error
 
 
 def flatten_state(tree: Any) -> tuple[dict[str, Tensor], str]:
@@ -204,18 +258,18 @@ def restore_state(tensors: Mapping[str, Tensor], meta: str) -> Any:
     return unpack(json.loads(meta))
 
 
-def _dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
+def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}: each leaf under its dotted path."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    return {k: v for key, sub in tree.items() for k, v in _dotted(sub, f"{prefix}.{key}" if prefix else key).items()}
+    return {k: v for key, sub in tree.items() for k, v in dotted(sub, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raises, with every differing key, unless the run in the folder is the run asked for."""
     if old == new:
         return
-    was, asked = _dotted(old), _dotted(new)
+    was, asked = dotted(old), dotted(new)
     lines = [f"{root} holds another run:"]
     for key in was | asked:
         here, there = (
@@ -274,8 +328,8 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     with suppress(OSError):  # it only serves a message
         (root / ".lock.pid").write_text(str(os.getpid()))
     with _explained(root):
-        for temp in root.rglob(".*.[0-9]*.tmp"):
-            temp.unlink()
+        for temp in list(root.rglob(".*.[0-9]*.tmp")):
+            shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
         events = root / "events.jsonl"
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
             os.truncate(events, data.rfind(b"\n") + 1)
@@ -419,7 +473,7 @@ class RunFolder:
         """Saves tensors that share their first dimension (the count); extra goes into the manifest."""
         path = self._ours(self._shard(round, shard))
         self.drop_shard(round, shard)  # or a kill between the two writes would leave an old entry with a new file
-        data = _seal(tensors, {})
+        data = seal(tensors, {})
         write_bytes_atomic(path, data)
         entry = {"sha256": sha256(data).hexdigest(), "bytes": len(data), "count": len(next(iter(tensors.values())))}
         self._write_manifest(round, {**self.manifest(round), path.name: {**entry, **extra}})
@@ -437,7 +491,7 @@ class RunFolder:
             raise _damaged(path, f"{entry['bytes']} bytes expected, {len(data)} found", _ANEW)
         if (found := sha256(data).hexdigest()) != entry["sha256"]:
             raise _damaged(path, f"sha256 {_short(entry['sha256'])} expected, {_short(found)} found", _ANEW)
-        return _unseal(data, path, _ANEW)[0]
+        return unseal(data, path, _ANEW)[0]
 
     def shards(self, round: int) -> list[int]:
         """The numbers of the shards of a round that are in the manifest and there with the right size."""

@@ -9,8 +9,8 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +69,13 @@ class FastEngine(Engine):
             for conv in embeddings:
                 conv.__dict__.pop("_conv_forward", None)
 
-    def precision(self) -> ContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would miss a replay's update
 
     def repeated(self, step: Step) -> Step:
         return _Replayed(step, self.device)
 
-    def once(self) -> ContextManager[Any]:
+    def once(self) -> AbstractContextManager[Any]:
         return torch.compiler.set_stance("force_eager")
 
 
@@ -114,7 +114,7 @@ class _Replayed:
                 self.pending.popleft().synchronize()
 
 
-def _current(device: torch.device) -> ContextManager[Any]:
+def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels, streams and graphs go to the current GPU, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

@@ -1,8 +1,8 @@
 """The plain engine: every step as it is written, eager and in float32, on any device. And the face of every engine."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, ContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -21,11 +21,11 @@ class Engine:
     captures = False
     """Whether a step is replayed: then it may touch only tensors that stay where they are, and never wait for them."""
 
-    def applied(self, model: nn.Module) -> ContextManager[None]:
+    def applied(self, model: nn.Module) -> AbstractContextManager[None]:
         """While it lasts the model's blocks run the engine's way; afterwards it is as it was."""
         return nullcontext()
 
-    def precision(self) -> ContextManager[Any]:
+    def precision(self) -> AbstractContextManager[Any]:
         """Around forward passes."""
         return nullcontext()
 
@@ -33,7 +33,7 @@ class Engine:
         """A step that will be called many times."""
         return step
 
-    def once(self) -> ContextManager[Any]:
+    def once(self) -> AbstractContextManager[Any]:
         """Around work of a shape that will not come again: not worth a set-up."""
         return nullcontext()
 

@@ -67,11 +67,13 @@ def _drop_nothing(model: nn.Module) -> None:
 
 def data_config(model: Any) -> dict[str, Any]:
     """timm's data config of a model (size, mean, std, crop, interpolation), with the size it was built for."""
-    if not isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), nn.Conv2d):
+    exposed = getattr(model, "_maskaq_geometry", None)  # of a model whose layers may have been replaced since
+    proj = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if exposed is None and not isinstance(proj, nn.Conv2d):
         raise ModelError(f"this {type(model).__name__} has no patch embedding by one convolution. {_supported()}")
     config = resolve_model_data_config(model)
     height, width = getattr(model.patch_embed, "img_size", None) or config["input_size"][1:]
-    channels = model.patch_embed.proj.in_channels
+    channels = model.patch_embed.proj.in_channels if exposed is None else exposed.channels
     config["input_size"] = (channels, int(height), int(width))
     for key in ("mean", "std"):  # timm keeps three of each whatever `in_chans` is
         if len(config[key]) != channels:

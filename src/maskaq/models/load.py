@@ -79,18 +79,27 @@ def load_shape(name: str, model_args: dict[str, Any] | None = None) -> nn.Module
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
-    """The model that `architecture_of` described, with random weights (an embedded one comes with its own)."""
-    name = architecture["name"]
-    return (
-        zoo.embedded_model(name) if name in zoo.embedded_names() else create_timm(name, **architecture["args"]).eval()
-    )
+    """The model that `architecture_of` described, with random weights: no weights file is read."""
+    name, args = architecture["name"], _checked_args(architecture["args"])
+    if name not in zoo.embedded_names():
+        return create_timm(name, **args).eval()
+    if args:
+        raise ModelError(f"{name} is embedded as it is: it takes no model arguments")
+    return zoo.embedded_shape(name)
 
 
 def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Name and arguments that build a loaded model again without its weights file."""
+    return architecture_of_state(model.state_dict(), name, model_args)
+
+
+def architecture_of_state(
+    state: Mapping[str, Tensor], name: str, model_args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The same from tensors that have the names and shapes of the model's."""
     if name in zoo.embedded_names():
         return {"name": name, "args": {}}
-    shape = _inferred(create_timm(name, **(model_args or {})), model.state_dict())
+    shape = _inferred(load_shape(name, dict(model_args or {})), dict(state))
     return {"name": name, "args": {**shape, **(model_args or {})}}
 
 
@@ -149,11 +158,15 @@ def _near(name: str) -> list[str]:
 
 
 def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
-    """The model arguments without None values (timm drops those too); ModelError for one that chooses weights."""
+    """The model arguments without None values (timm drops those too), lists (as a record in JSON has them) as tuples.
+
+    ModelError for one that chooses weights.
+    """
     for key in RESERVED:
         if key in args:
             raise ModelError(f"model argument {key!r} cannot be set: it chooses weights. {ADVICE}")
-    return {key: value for key, value in args.items() if value is not None}
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
+    return {key: value for key, value in plain.items() if value is not None}
 
 
 # --- timm's own weights ----------------------------------------------------------------------------------------

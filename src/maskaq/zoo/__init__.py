@@ -25,12 +25,18 @@ def embedded_names() -> list[str]:
 
 def embedded_model(name: str) -> nn.Module:
     """One of the embedded models, in eval mode and float32, with its data config attached as timm does."""
+    model = embedded_shape(name)
     with _path(f"{name}.safetensors") as path:
-        with safe_open(path, framework="pt") as file:
-            card = {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
         weights = safetensors.torch.load_file(path)
-    model = _CLASSES[name](**card["arguments"]).float()  # whatever torch's default is
     model.load_state_dict({key: value.float() for key, value in weights.items()})
+    return model
+
+
+def embedded_shape(name: str) -> nn.Module:
+    """The same with random weights; its own are not read."""
+    with _path(f"{name}.safetensors") as path, safe_open(path, framework="pt") as file:
+        card = {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
+    model = _CLASSES[name](**card["arguments"]).float()  # whatever torch's default is
     size = card["arguments"]["img_size"]
     model.pretrained_cfg = model.default_cfg = {
         "architecture": name,

@@ -1,0 +1,114 @@
+"""The model card of a saved model, from its config alone: what it is, how good, how to load it, how it was made."""
+
+from typing import Any
+
+
+def model_card(config: dict[str, Any]) -> str:
+    """README.md in the manner of the Hugging Face hub."""
+    parts = [_front_matter(config), _what(config), _accuracy(config), _loading(config), _quantization(config)]
+    return "\n".join(part for part in [*parts, _made(config), _limits()] if part)
+
+
+def _name(config: dict[str, Any]) -> str:
+    return str((config["timm"] or {}).get("name") or config["architectures"][0])
+
+
+def _bits(config: dict[str, Any]) -> str:
+    scheme = config["quantization_config"]
+    return f"w{scheme['weight_bits']}a{scheme['activation_bits']}"
+
+
+def _front_matter(config: dict[str, Any]) -> str:
+    lines = ["library_name: timm", "pipeline_tag: image-classification"]
+    lines += ["tags:", *(f"- {tag}" for tag in ("image-classification", "timm", "quantization", "data-free", "maskaq"))]
+    name = _name(config)
+    if "." in name:  # with its tag it is the name of one set of weights, which the hub has
+        lines += [f"base_model: timm/{name}", "base_model_relation: quantized"]
+    if _results(config):
+        lines += ["metrics:", "- accuracy"]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _what(config: dict[str, Any]) -> str:
+    weights, (channels, height, width) = config["weights"], config["input_size"]
+    before, after = weights["float32_bytes"], weights["bytes"]
+    smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
+    return f"""# {_name(config)}, {_bits(config)}
+
+A {config["architectures"][0]} for images of {height} x {width} with {channels} channels and {config["num_labels"]}
+classes, quantized by maskaq without an image of its training data.
+`model.safetensors` has {after / 1e6:.2f} MB, {smaller}.
+"""
+
+
+def _results(config: dict[str, Any]) -> dict[str, Any]:
+    """Row -> figures of the rows that were measured."""
+    accuracy = (config["made"].get("metrics") or {}).get("accuracy") or {}
+    return {name: row for name, row in accuracy.items() if isinstance(row, dict)}
+
+
+def _accuracy(config: dict[str, Any]) -> str:
+    rows = _results(config)
+    if not rows:
+        return "## Accuracy\n\nNot measured yet: `maskaq evaluate FOLDER --data IMAGES` does.\n"
+    data = config["made"]["metrics"].get("data")
+    lines = ["## Accuracy", "", f"In percent, on n images of `{data}`, with the standard error of top-1:", ""]
+    lines += ["| model | top-1 | ± s.e. | top-5 | n |", "|---|---|---|---|---|"]
+    for name, row in rows.items():
+        figures = (f"{row[key]:.2f}" for key in ("top1", "standard_error", "top5"))
+        lines.append(f"| {name} | {' | '.join(figures)} | {row['n']} |")
+    return "\n".join(lines) + "\n"
+
+
+def _loading(config: dict[str, Any]) -> str:
+    _, height, width = config["input_size"]
+    like = "" if config["timm"] else ", like=model"
+    why = "" if config["timm"] else "\n`model` is one of the same architecture, which this folder does not name.\n"
+    return f"""## Use
+
+```python
+import maskaq
+
+model = maskaq.from_pretrained("FOLDER"{like})  # an nn.Module in eval mode
+```
+{why}
+Images: {config["interpolation"]} resize, {config["crop_mode"]} crop of {config["crop_pct"]} to {height} x {width},
+normalised with mean {config["mean"]} and standard deviation {config["std"]}.
+"""
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    scheme = config["quantization_config"]
+    lines = [
+        "## Quantization",
+        "",
+        f"* Weights: {scheme['weight_bits']} bits, symmetric, one scale for each output channel.",
+        f"* Activations at the input of every linear map and both operands of both attention products: "
+        f"{scheme['activation_bits']} bits, one scale and zero point for each tensor.",
+        "* In float: biases, norms, embeddings, softmax.",
+    ]
+    for name, site in scheme["exceptions"].items():
+        words = (f"{key.replace('_', ' ')}: {'float' if bits is None else bits}" for key, bits in site.items())
+        lines.append(f"* Exception `{name}`: {', '.join(words)}.")
+    return "\n".join(lines) + "\n"
+
+
+def _made(config: dict[str, Any]) -> str:
+    made, lines = config["made"], ["## How it was made", ""]
+    if made.get("command"):
+        lines += ["```bash", str(made["command"]), "```", ""]
+    facts = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in (made.get("versions") or {}).items())
+    lines += [f"* {key}: {value}" for key, value in facts.items() if value not in (None, "")]
+    if made.get("recipe"):
+        lines.append("* recipe: `made.recipe` in `config.json`")
+    lines.append(f"* saved with maskaq {config['maskaq_version']}")
+    return "\n".join(lines) + "\n"
+
+
+def _limits() -> str:
+    return """## Limits
+
+Loaded with torch it computes in float32 on exactly the values that the integer codes stand for: as accurate as integers
+and as small on disk, but no faster than the full-precision model.
+"""

@@ -1,0 +1,505 @@
+"""A quantized model as a folder to keep and to give away.
+
+    model.safetensors    weight codes packed at their own width; the rest in float32, by the deployed model's names
+    config.json          what builds the model around them, how images are prepared, what is quantized and how
+    README.md            the model card: the same for people
+
+Nothing is pickled, and no code comes with a folder. What `config.json` says about the model is repeated inside
+`model.safetensors`, whose SHA-256 it holds: no edit of either passes. Labels, `made` and the card are free to change.
+"""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import ImageNetInfo
+from torch import Tensor, nn
+
+import maskaq
+from maskaq import runfolder
+from maskaq.card import model_card
+from maskaq.deployed import (
+    CodedWeight,
+    DeployedConv2d,
+    DeployedLinear,
+    DeployedMatmul,
+    FixedGrid,
+    FloatWeight,
+    deploy,
+)
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
+from maskaq.models import Matmul, data_config, expose, geometry
+from maskaq.models.load import architecture_of_state, load_shape, rebuild
+from maskaq.packing import WIDTHS, pack, packed_bytes, unpack
+
+FORMAT = 1
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+# How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
+PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+
+_EXPECTED = f"expected a folder of maskaq.save_pretrained, with {CONFIG} and {WEIGHTS}"
+_AGAIN = "copy or download the folder again, or save the model again"
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    architecture: Mapping[str, Any] | None = None,
+    labels: Sequence[str] | None = None,
+    made: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save a calibrated student or a deployed model as a folder for `from_pretrained`; an earlier one is replaced.
+
+    Args:
+        architecture: {"name": timm name, "args": arguments} that build the model; needed where timm's own record and
+            the shapes do not tell.
+        labels: class names, in place of those the model knows.
+        made: anything about how the model was made that JSON can hold; the card shows what it knows of it.
+    """
+    root = Path(folder)
+    _check_replaceable(root)
+    deployed = as_deployed(model)
+    if architecture is not None:
+        if reason := _misfit(architecture, deployed):
+            raise ModelError(f"architecture {dict(architecture)!r} does not build this model: {reason}")
+    elif (architecture := find_architecture(deployed)) is None:
+        raise ModelError(
+            f"it is not known what builds this {type(deployed).__name__}: give "
+            'architecture={"name": ..., "args": {...}}, the timm name and the arguments it was made with'
+        )
+    write(deployed, root, architecture, labels=labels, made=made)
+    return root
+
+
+def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Module:
+    """The model in a folder of `save_pretrained`: deployed, in eval mode, on the CPU.
+
+    Args:
+        like: a full-precision model of the same architecture, for a folder that does not name one; it is not changed.
+    """
+    root = Path(folder)
+    config, tensors = _read(root)
+    if config["timm"] is None and like is None:
+        raise PretrainedError(
+            f"{root / CONFIG} names no architecture: give a model of the same one, "
+            "maskaq.from_pretrained(folder, like=model)"
+        )
+    try:
+        return _built(config, tensors, like)
+    except MaskaqError as error:
+        raise PretrainedError(f"{root} cannot be loaded: {error}") from error
+    except Exception as error:  # a config that a program wrote can be wrong in more ways than can be listed
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise PretrainedError(f"{root} cannot be loaded: {CONFIG} describes no model of ours ({reason})") from error
+
+
+def is_pretrained(folder: str | Path) -> bool:
+    """Whether a folder is meant to be a saved model; `from_pretrained` says whether it is a sound one."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def is_sound(folder: str | Path) -> bool:
+    """Whether a folder holds what was saved, to the bit."""
+    try:
+        _read(Path(folder))
+    except MaskaqError:
+        return False
+    return True
+
+
+def write(
+    deployed: nn.Module,
+    root: Path,
+    architecture: Mapping[str, Any] | None,
+    *,
+    labels: Sequence[str] | None = None,
+    made: Mapping[str, Any] | None = None,
+) -> None:
+    """`save_pretrained` without its questions: whatever is at root is replaced, and the architecture may be unknown."""
+    tensors = _stored(deployed)
+    described = _described(deployed, architecture)
+    data = runfolder.seal(tensors, {"config": json.dumps(described, sort_keys=True)})
+    config = described | _labelled(deployed, labels)
+    config["weights"] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
+    config["weights"]["float32_bytes"] = 4 * sum(value.numel() for value in _float_state(deployed).values())
+    config["made"] = _plain_json(made if made is not None else _remembered(deployed).get("made", {}), "made")
+    config["maskaq_version"] = maskaq.__version__
+    files = {WEIGHTS: data, CONFIG: runfolder.json_bytes(config), CARD: model_card(config).encode()}
+    runfolder.write_folder_atomic(root, files)
+
+
+def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
+    """Write measured accuracies into the config and the card of a saved model."""
+    root = Path(folder)
+    config = _read_config(root)
+    config["made"] = {**config.get("made", {}), "metrics": metrics_to_show(metrics)}
+    runfolder.write_json_atomic(root / CONFIG, config)
+    runfolder.write_bytes_atomic(root / CARD, model_card(config).encode())
+
+
+def metrics_to_show(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics with the name of the image folder in place of its path, which is nobody else's business."""
+    return {**metrics, "data": Path(str(metrics.get("data", ""))).name}
+
+
+def as_deployed(model: nn.Module) -> nn.Module:
+    """A deployed copy of a calibrated student, or of a deployed model."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a quantized model to save, got {type(model).__name__}")
+    if any(isinstance(module, CodedWeight) for module in model.modules()):
+        return copy.deepcopy(model).cpu().eval().requires_grad_(False)
+    deployed = deploy(model)
+    if not any(isinstance(module, CodedWeight) for module in deployed.modules()):
+        raise ModelError(f"this {type(model).__name__} is not quantized: maskaq.quantize gives a model to save")
+    return deployed
+
+
+# ---- what the config says
+
+
+def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All that a folder says about its model, in JSON's own types: what a model loaded from it must say again."""
+    images = data_config(model)
+    described = {
+        "model_type": "maskaq",
+        "format_version": FORMAT,
+        "architectures": [type(model).__name__],
+        "timm": None if architecture is None else {"name": architecture["name"], "args": architecture.get("args", {})},
+        "num_labels": geometry(model).classes,
+        **{key: images[key] for key in PREPARATION},
+        "quantization_config": _scheme(model),
+    }
+    plain: dict[str, Any] = _plain_json(described, "architecture")
+    return plain
+
+
+def _scheme(model: nn.Module) -> dict[str, Any]:
+    """Bits of every site, and what holds for most; null is a tensor that stays in float."""
+    sites = {name: site for name, module in model.named_modules() if (site := _site(module))}
+    ends = (*geometry(model).first, *geometry(model).last)
+    inner = [site for name, site in sites.items() if name not in ends]
+    weight_bits, input_bits = (_commonest(site[key] for site in inner if key in site) for key in _LINEAR)
+    usual = dict(zip(_LINEAR, (weight_bits, input_bits), strict=True)) | dict.fromkeys(_PRODUCT, input_bits)
+    unusual = {name: {key: bits for key, bits in site.items() if bits != usual[key]} for name, site in sites.items()}
+    return {
+        "quant_method": "maskaq",
+        "weight_bits": weight_bits,
+        "activation_bits": input_bits,
+        "weights": {
+            "granularity": "output channel",
+            "symmetric": True,
+            "codes": "-2^(bits-1) to 2^(bits-1) - 1",
+            "value": "code * scale",
+            "packing": "code + 2^(bits-1), dense, from the lowest bit of the first byte on",
+        },
+        "activations": {
+            "granularity": "tensor",
+            "symmetric": False,
+            "codes": "0 to 2^bits - 1",
+            "value": "(code - zero_point) * scale",
+            "dynamic": False,
+        },
+        "exceptions": {name: site for name, site in unusual.items() if site},
+        "sites": sites,
+    }
+
+
+_LINEAR, _PRODUCT = ("weight_bits", "input_bits"), ("a_bits", "b_bits")
+
+
+def _site(module: nn.Module) -> dict[str, int | None] | None:
+    """Bits of a deployed layer; None for any other module."""
+    if isinstance(module, DeployedLinear | DeployedConv2d):
+        return dict(zip(_LINEAR, (_bits(module.weight), _bits(module.grid)), strict=True))
+    if isinstance(module, DeployedMatmul):
+        return dict(zip(_PRODUCT, (_bits(module.a_grid), _bits(module.b_grid)), strict=True))
+    return None
+
+
+def _bits(module: nn.Module) -> int | None:
+    return module.bits if isinstance(module, CodedWeight | FixedGrid) else None
+
+
+def _commonest(bits: Any) -> int | None:
+    (found,) = Counter(bits).most_common(1) or [(None, 0)]
+    return found[0]
+
+
+def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
+    """id2label and label2id, where the class names are known."""
+    classes = geometry(model).classes
+    names = list(labels) if labels is not None else _known_labels(model, classes)
+    if names is None:
+        return {}
+    if len(names) != classes:
+        raise ModelError(f"labels: expected {classes}, one for each class, got {len(names)}")
+    found: dict[str, Any] = {"id2label": {str(i): str(name) for i, name in enumerate(names)}}
+    if len(set(names)) == classes:  # ImageNet has two classes called crane
+        found["label2id"] = {str(name): i for i, name in enumerate(names)}
+    return found
+
+
+def _known_labels(model: nn.Module, classes: int) -> list[str] | None:
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    if record.get("label_names"):
+        return list(record["label_names"])
+    if classes == 1000 and "in1k" in str(record.get("tag")):  # timm's tags name the data of the last training
+        imagenet = ImageNetInfo("imagenet-1k")
+        return [imagenet.index_to_description(i) for i in range(classes)]
+    return None
+
+
+def _plain_json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{what}: expected values that JSON can hold ({error})") from error
+
+
+# ---- what builds the model
+
+
+def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """The name and arguments, given or known, that do build a deployed model; None if there are none."""
+    record: Any = getattr(deployed, "pretrained_cfg", None) or {}
+    candidates = [given, _remembered(deployed).get("timm")]
+    try:
+        if record.get("architecture"):
+            candidates.append(architecture_of_state(_float_state(deployed), str(record["architecture"])))
+    except MaskaqError:  # a name that timm does not know
+        pass
+    return next((dict(found) for found in candidates if found and not _misfit(found, deployed)), None)
+
+
+def _remembered(model: nn.Module) -> dict[str, Any]:
+    """The config of a model that came from `from_pretrained`."""
+    config = getattr(model, "maskaq_config", None)
+    return config if isinstance(config, dict) else {}
+
+
+def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
+    """Why an architecture does not build a deployed model, to the last bit of its outputs; empty if it does."""
+    try:
+        name, args = architecture["name"], dict(architecture.get("args", {}))
+        shapes = {key: tuple(value.shape) for key, value in load_shape(name, args).state_dict().items()}
+        own = {key: tuple(value.shape) for key, value in _float_state(deployed).items()}
+        if shapes != own:
+            key = next(key for key in (*own, *shapes) if own.get(key) != shapes.get(key))
+            return f"{key} would be {shapes.get(key, 'absent')} and is {own.get(key, 'absent')}"
+        built = _built(_described(deployed, architecture), _stored(deployed), None)
+    except (KeyError, TypeError) as error:
+        return f"expected name and args ({error!r})"
+    except MaskaqError as error:
+        return str(error)
+    facts = geometry(deployed)
+    image = torch.linspace(-2, 2, facts.channels * facts.image_size[0] * facts.image_size[1])
+    image = image.sin().view(1, facts.channels, *facts.image_size)
+    with torch.no_grad():
+        same = torch.equal(built(image), deployed(image))
+    return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"
+
+
+def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Module | None) -> nn.Module:
+    """The deployed model of a config, filled."""
+    with torch.random.fork_rng(devices=[]):  # building draws weights that nobody will see
+        model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
+    record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": config["num_labels"]}
+    record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
+    if "id2label" in config:
+        record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
+    model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
+    model = expose(model)
+    _deploy_blank(model, config["quantization_config"]["sites"])
+    model = model.float().eval().requires_grad_(False)  # float32, whatever torch's default is
+    again = _described(model, config["timm"])
+    if different := _differences(again, {key: config.get(key) for key in again}):
+        raise ModelError(f"{CONFIG} contradicts the model that it names: {different}")
+    _fill(model, tensors)
+    model.maskaq_config = {key: value for key, value in config.items() if key != "weights"}  # type: ignore[assignment]
+    return model
+
+
+def _deploy_blank(model: nn.Module, sites: Mapping[str, Any]) -> None:
+    """Put a deployed layer, still empty, in the place of every linear map and product of an exposed model."""
+    layers = {n: m for n, m in model.named_modules() if type(m) in (nn.Linear, nn.Conv2d, Matmul)}
+    if layers.keys() != sites.keys():
+        odd = sorted(layers.keys() ^ sites.keys())
+        raise ModelError(f"{len(odd)} sites are in the model or in {CONFIG} alone, {odd[0]!r} first")
+    for name, module in layers.items():
+        keys, site = _PRODUCT if isinstance(module, Matmul) else _LINEAR, sites[name]
+        if not isinstance(site, dict) or site.keys() != set(keys):
+            raise ModelError(f"site {name!r}: expected {' and '.join(keys)}, found {site!r}")
+        for key, bits in site.items():
+            if bits is not None and (type(bits) is not int or bits not in WIDTHS):
+                raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _blank(module, *(site[key] for key in keys)))
+
+
+def _blank(module: Any, first: int | None, second: int | None) -> nn.Module:
+    if isinstance(module, Matmul):
+        return DeployedMatmul(_blank_grid(first), _blank_grid(second), module.signed)
+    shape, bias = module.weight.shape, None if module.bias is None else torch.zeros(module.bias.shape)
+    weight = FloatWeight(torch.zeros(shape)) if first is None else CodedWeight(shape, first)
+    if isinstance(module, nn.Conv2d):
+        return DeployedConv2d(weight, bias, _blank_grid(second), module)
+    return DeployedLinear(weight, bias, _blank_grid(second))
+
+
+def _blank_grid(bits: int | None) -> nn.Module:
+    return nn.Identity() if bits is None else FixedGrid(bits)
+
+
+# ---- tensors
+
+
+def _coded(model: nn.Module) -> dict[str, CodedWeight]:
+    """Name of the codes among the model's tensors -> who owns them."""
+    return {f"{name}.codes": module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
+
+
+def _stored(deployed: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the file: codes packed, the rest as it is."""
+    coded, stored = _coded(deployed), {}
+    for name, value in deployed.state_dict().items():
+        if name in coded:
+            stored[name] = pack(value, coded[name].bits)
+            continue
+        if value.dtype != torch.float32:
+            raise ModelError(f"{name}: expected float32, found {value.dtype}; a model is saved in the precision it has")
+        if not bool(torch.isfinite(value).all()):
+            raise ModelError(f"{name} has NaN or Inf: set the ranges first (maskaq.init_ranges_), or check the weights")
+        stored[name] = value
+    return stored
+
+
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put the tensors of a file into a blank deployed model: all of them, and each as it must be."""
+    coded, own = _coded(model), model.state_dict()
+    expected = {name: (value.dtype, tuple(value.shape)) for name, value in own.items()}
+    expected |= {name: (torch.uint8, (packed_bytes(owner.codes.numel(), owner.bits),)) for name, owner in coded.items()}
+    found = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+    if expected != found:
+        name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
+        count = sum(expected.get(name) != found.get(name) for name in expected | found)
+        raise ModelError(
+            f"{count} tensors of {WEIGHTS} do not fit {CONFIG}, first {name!r}: expected "
+            f"{_words(expected.get(name))}, found {_words(found.get(name))}"
+        )
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ModelError(f"{name!r} in {WEIGHTS} has NaN or Inf: expected numbers")
+    unpacked = {name: unpack(tensors[name], owner.bits, owner.codes.shape) for name, owner in coded.items()}
+    model.load_state_dict({**tensors, **unpacked})
+
+
+def _words(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "none" if tensor is None else f"{str(tensor[0]).removeprefix('torch.')} {tensor[1]}"
+
+
+def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a deployed model that stand for those of the full-precision one, under its names."""
+    state = dict(deployed.state_dict())
+    for name, module in deployed.named_modules():
+        if isinstance(module, FixedGrid):
+            del state[f"{name}.scale"], state[f"{name}.zero_point"]
+        elif isinstance(module, CodedWeight):
+            del state[f"{name}.scale"]
+            state[name] = state.pop(f"{name}.codes")
+        elif isinstance(module, FloatWeight):
+            state[name] = state.pop(f"{name}.values")
+    return state
+
+
+# ---- reading
+
+
+def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a folder, found to be those that were saved together."""
+    config, path = _read_config(root), root / WEIGHTS
+    data = _read_bytes(path)
+    recorded = config.get("weights")
+    expected, found = recorded.get("sha256") if isinstance(recorded, dict) else None, sha256(data).hexdigest()
+    if expected != found:
+        raise PretrainedError(
+            f"{path} is not the file that was saved: {CONFIG} expects sha256 {str(expected)[:12]}..., found "
+            f"{found[:12]}... in {len(data)} bytes; {_AGAIN}"
+        )
+    try:
+        tensors, metadata = runfolder.unseal(data, path, _AGAIN)
+        described = json.loads(metadata["config"])
+    except RunFolderError as error:
+        raise PretrainedError(str(error)) from error
+    except (KeyError, ValueError, RecursionError):
+        described = None
+    if not isinstance(described, dict):
+        raise PretrainedError(f"{path} was not saved by save_pretrained: it does not say what it holds; {_AGAIN}")
+    if different := _differences(described, {key: config.get(key) for key in described}):
+        raise PretrainedError(f"{root / CONFIG} was changed after the model was saved: {different}; {_AGAIN}")
+    return config, tensors
+
+
+def _differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
+    """In words, the first of the values in which two trees differ, and how many there are; empty if they are alike."""
+    was, now = ({key: json.dumps(value) for key, value in runfolder.dotted(tree).items()} for tree in (expected, found))
+    keys = [key for key in was | now if was.get(key) != now.get(key)]
+    if not keys:
+        return ""
+    shown = [_short(side.get(keys[0], "nothing")) for side in (was, now)]
+    more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+    return f"{keys[0]}: expected {shown[0]}, found {shown[1]}{more}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _read_config(root: Path) -> dict[str, Any]:
+    path = root / CONFIG
+    if not root.is_dir():
+        what = "is a file" if root.exists() else "does not exist"
+        raise PretrainedError(f"{root} {what}: {_EXPECTED}")
+    try:
+        config = json.loads(_read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise PretrainedError(f"{path} is not JSON ({error}): {_AGAIN}") from error
+    if not isinstance(config, dict) or config.get("model_type") != "maskaq":
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise PretrainedError(
+            f'{path} is not of a maskaq model: expected model_type "maskaq", found {_short(json.dumps(found))}'
+        )
+    if type(version := config.get("format_version")) is not int or version != FORMAT:
+        raise PretrainedError(
+            f"{path} has format_version {_short(json.dumps(version))}, maskaq {maskaq.__version__} reads {FORMAT}: "
+            f"use the maskaq that saved it ({_short(str(config.get('maskaq_version', 'unknown')))})"
+        )
+    return config
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise PretrainedError(f"{path} is missing: {_EXPECTED}") from None
+    except OSError as error:
+        raise PretrainedError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_replaceable(root: Path) -> None:
+    """Raises for a place where something else is than an earlier saved model."""
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return
+    others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []
+    try:
+        config = json.loads(_read_bytes(root / CONFIG))
+    except (ValueError, RecursionError, PretrainedError):
+        config = None
+    if not isinstance(config, dict) or config.get("model_type") != "maskaq" or others:
+        also = f" (it also holds {', '.join(sorted(others)[:3])})" if others else ""
+        raise PretrainedError(f"{root} is not a saved maskaq model alone{also}: choose another folder, or empty it")

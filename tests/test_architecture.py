@@ -18,7 +18,7 @@ LAYERS = [
     {"config", "kernels", "masks", "augment", "losses", "models", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
-    {"synthesis", "evaluation", "inspection"},
+    {"synthesis", "evaluation", "inspection", "export"},
     {"calibration"},
     {"run"},
     {"results", "bench"},

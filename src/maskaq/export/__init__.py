@@ -1,0 +1,1 @@
+"""A deployed model in the file formats of other runtimes."""

@@ -28,5 +28,13 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A string as it is, anything else as JSON."""
+    """A string as it is, anything else as JSON. (A string that is JSON by chance comes back as what it says.)"""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def from_text(text: str) -> Any:
+    """What `as_text` was given."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

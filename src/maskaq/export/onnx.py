@@ -26,8 +26,9 @@ from torch import Tensor, nn
 import maskaq
 from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
 from maskaq.errors import ExportError
-from maskaq.export.facts import as_text, describe
-from maskaq.models import AttentionProducts, geometry
+from maskaq.export.facts import as_text, describe, from_text
+from maskaq.models import AttentionProducts, data_config
+from maskaq.runfolder import write_bytes_atomic
 
 try:
     import onnx
@@ -41,7 +42,7 @@ OPSET = 21
 """The first with INT4."""
 CODES = ".codes"
 """Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
-_DOMAIN = "maskaq"
+_DOMAIN, _PREFIX = "maskaq", "maskaq."
 
 
 def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -51,20 +52,40 @@ def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] 
         metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
             string is written as JSON.
     """
-    program = _traced(_with_placeholders(model), model)
+    facts = describe(model)
+    program = _traced(_with_placeholders(model), facts["input_size"])
     _merge_transposes(program.graph)
     _fold_score_scale(program.graph)
     _write_out_placeholders(program.graph)
+    return _write(program, file, facts | dict(metadata or {}))
+
+
+def export_float(model: nn.Module, file: str | Path) -> Path:
+    """Write a model of timm's in full precision, as torch's exporter sees it: what speeds are compared with."""
+    size = list(data_config(model)["input_size"])
+    return _write(_traced(model, size), file, {"input_size": size})
+
+
+def metadata_of(file: str | Path) -> dict[str, Any]:
+    """The entries that maskaq wrote into a file."""
+    try:
+        entries = onnx.load(str(file)).metadata_props
+    except Exception as error:  # the parser's own classes, and OSError
+        raise ExportError(f"cannot read {file} as an ONNX file: {error}") from error
+    found = {e.key.removeprefix(_PREFIX): from_text(e.value) for e in entries if e.key.startswith(_PREFIX)}
+    if "input_size" not in found:
+        raise ExportError(f"{file} was not written by maskaq: its metadata have no {_PREFIX}input_size")
+    return found
+
+
+def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> Path:
     _strip(program)
-    for key, value in (describe(model) | dict(metadata or {})).items():
-        program.metadata_props[f"maskaq.{key}"] = as_text(value)
+    program.metadata_props.update({_PREFIX + key: as_text(value) for key, value in metadata.items()})
     proto = ir.to_proto(program)
     proto = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     onnx.checker.check_model(proto, full_check=True)
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(proto.SerializeToString(deterministic=True))
-    return path
+    write_bytes_atomic(file, proto.SerializeToString(deterministic=True))
+    return Path(file)
 
 
 # ---- the model that torch's exporter sees
@@ -172,9 +193,8 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
     return seen
 
 
-def _traced(seen: nn.Module, model: nn.Module) -> ir.Model:
-    facts = geometry(model)
-    images = torch.zeros(2, facts.channels, *facts.image_size)
+def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
+    images = torch.zeros(2, *input_size)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:

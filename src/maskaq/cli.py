@@ -23,6 +23,7 @@ _EXAMPLES = """examples:
   maskaq quantize deit_tiny_patch16_224 --bits w4a4 --recipe quick --out runs/deit_t
   maskaq quantize deit_tiny_patch16_224 --checkpoint deit_t.safetensors --bits w4a8 --data imagenet/val
   maskaq evaluate runs/deit_t --data imagenet/val
+  maskaq export runs/deit_t --format onnx              a file for ONNX Runtime or OpenVINO, verified
   maskaq list keys                                     every setting, for --set key=value
 
 A run continues where it stopped when the same command is given again."""
@@ -151,6 +152,17 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(sub)
     _data_options(sub, required=True)
 
+    sub = command("export", "write a finished run's model for other runtimes, and verify the file")
+    sub.add_argument("folder", metavar="RUN", help="run folder of `quantize` or `calibrate`")
+    sub.add_argument(
+        "--format",
+        choices=("onnx", "pt2"),
+        default="onnx",
+        help="onnx: standard operators, integer products; pt2: torch.export.load (default: onnx)",
+    )
+    sub.add_argument("-o", "--output", metavar="FILE", help="default: model.onnx or model.pt2 in the run folder")
+    _data_options(sub, required=False)
+
     sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
     _model_options(sub)
     _recipe_options(sub)
@@ -171,6 +183,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
     sub.add_argument("--note", default="", help="a word for the JSON file, such as the commit")
     _device_option(sub)
+
+    sub = command("bench-runtime", "how fast exported ONNX files run on this CPU, beside float32")
+    sub.set_defaults(command="bench_runtime")
+    sub.add_argument("files", metavar="FILE", nargs="+", help="files of `maskaq export`, of one model at any bits")
+    sub.add_argument("--batch", type=_positive, nargs="+", default=[1, 32], help="images at once (default: 1 32)")
+    sub.add_argument("--threads", type=_positive, default=2, help="threads of each runtime (default: 2)")
+    sub.add_argument("--repeats", type=_positive, default=10, help="interleaved measurements of each (default: 10)")
+    sub.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    _data_options(sub, required=False)
 
     sub = command("list", "names that other commands take")
     sub.set_defaults(command="list_names")

@@ -5,6 +5,7 @@ import ast
 import itertools
 import shlex
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -21,12 +23,13 @@ from maskaq import bench as measure
 from maskaq import console as draw
 from maskaq import results, run, runfolder, zoo
 from maskaq.cli import DEMO_DATA
-from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
-from maskaq.data import TensorImages, image_folder
+from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes, to_dict
+from maskaq.data import TensorImages, image_folder, to_pixels
 from maskaq.engine import pick_engine
 from maskaq.errors import DataError, ModelError, RecipeError, RunFolderError, unknown
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
+from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
 from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
@@ -35,6 +38,7 @@ from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.runfolder import RunFolder
 
+_VERIFIED_ON = 16  # synthetic images that an exported file is compared on
 _HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
 
@@ -142,6 +146,70 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
         results.write_metrics(args.model, table, args.data)
     if args.json:
         runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
+
+
+def export(args: argparse.Namespace, console: Console) -> None:
+    path = Path(args.folder)
+    if is_pretrained(path):  # without a run there are no synthetic images: noise tells codes apart as well
+        model: Any = from_pretrained(path)
+        images, made = run.noise(model, _VERIFIED_ON, seed=0), model.maskaq_config["made"]
+    else:
+        opened = results.open_run(path)
+        model = opened.calibrated()
+        images = geometry(model).normalise(to_pixels(opened.images().images[:_VERIFIED_ON]))
+        made = {"recipe": to_dict(opened.recipe)}
+    loader = _batches(args)(model) if args.data else None  # a wrong folder is told before the work
+    saved = model.maskaq_config
+    bits = "w{weight_bits}a{activation_bits}".format_map(saved["quantization_config"])
+    metadata = {
+        "bits": bits,
+        "model": saved["timm"]["name"],
+        "architecture": saved["timm"],
+        "recipe": made.get("recipe"),
+    }
+    file = Path(args.output or path / f"model.{args.format}")
+    found = write_export(model, file, args.format, images, metadata)
+    console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
+    if found is None:
+        console.print(f"verified on {len(images)} synthetic images: the same logits, bit for bit")
+    else:
+        from maskaq.export.runtimes import OnnxModel, products
+
+        for line in draw.verification(found, *products(file)):
+            console.print(line)
+        if loader:
+            accuracy: dict[str, EvalResult | str] = {"maskaq": evaluate_model(model, loader)}
+            accuracy |= {file.name: evaluate_model(OnnxModel(file), loader)}
+            console.print(draw.accuracy_table(accuracy, f"{args.folder} on {args.data}"))
+
+
+def bench_runtime(args: argparse.Namespace, console: Console) -> None:
+    from maskaq.export import onnx as files  # its packages are an extra
+    from maskaq.export import runtimes
+
+    notes = files.metadata_of(args.files[0])
+    if "architecture" not in notes:
+        raise ModelError(f"{args.files[0]} does not say which model it is: expected a file of `maskaq export`")
+    model = rebuild(notes["architecture"])
+    loader = _batches(args)(model) if args.data else None
+    with tempfile.TemporaryDirectory() as folder, draw.watch_for(console) as watch:
+        float32 = files.export_float(model, Path(folder) / "float32.onnx")
+        watch.note(f"{len(args.files) + 1} files, {args.repeats} repeats at batch {', '.join(map(str, args.batch))}")
+        paths = {"float32": float32} | {file: Path(file) for file in args.files}
+        speeds = list(runtimes.bench_files(paths, batches=args.batch, threads=args.threads, repeats=args.repeats))
+    console.print(draw.speed_table(speeds, f"the CPU, {args.threads} threads"))
+    counts = {file: runtimes.products(file) for file in args.files}
+    for file, (integer, in_float) in counts.items():
+        console.print(f"{file}: {integer} products in integers, {in_float} in float (ONNX Runtime)")
+    accuracy: dict[str, EvalResult | str] = {}
+    if loader:
+        accuracy = {file: evaluate_model(runtimes.OnnxModel(file, args.threads), loader) for file in args.files}
+        console.print(draw.accuracy_table(accuracy, f"on {args.data}"))
+    if args.json:
+        facts = {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(["maskaq", *args.words])}
+        facts |= run.surroundings(torch.device("cpu")) | {"speeds": [speed.to_dict() for speed in speeds]}
+        facts |= {"products": counts} | (results.metrics(accuracy, args.data) if accuracy else {})
+        runfolder.write_json_atomic(args.json, facts)
 
 
 def inspect(args: argparse.Namespace, console: Console) -> None:

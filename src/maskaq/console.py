@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -23,6 +24,10 @@ from maskaq.evaluation import EvalResult
 from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
 from maskaq.shapes import Geometry
 from maskaq.watch import Watch
+
+if TYPE_CHECKING:  # their packages are an extra
+    from maskaq.export.runtimes import Speed
+    from maskaq.export.verify import Verification
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -194,4 +199,34 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
         spread = f"{t.fastest:.1f} - {t.slowest:.1f}"
         figures = (f"{t.microseconds:.1f}", spread, f"{t.setup_seconds:.1f}", memory, f"{t.share_of_floor:.0%}", faster)
         table.add_row(t.model, t.stage, t.engine, str(t.batch), *figures)
+    return table
+
+
+def verification(found: "Verification", integer: int, in_float: int) -> Iterator[str]:
+    """What was compared of an ONNX file, in lines."""
+    yield (
+        f"verified on {found.images} synthetic images: the codes of {found.weights} weights are equal, and those of "
+        f"{found.sites} activations, {found.codes} compared"
+    )
+    if found.turned:
+        yield (
+            f"{found.turned} of them came out one apart for float rounding: their values were at most "
+            f"{found.farthest:.0e} steps from the border between two codes"
+        )
+    yield (
+        f"from the same codes logits differ by {found.logits:.0e}; left to themselves file and model agree on "
+        f"{found.agreement:.0%} of the classes (correlation of logits {found.correlation:.4f})"
+    )
+    yield f"ONNX Runtime computes {integer} matrix products in integers, {in_float} in float"
+
+
+def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
+    table = Table(title=f"milliseconds per image on {device}", title_justify="left")
+    table.add_column("file")
+    for column in ("runtime", "batch", "MB", "ms", "fastest - slowest", "x float32", "lowest - highest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for s in speeds:
+        spread, ratios = f"{s.fastest:.2f} - {s.slowest:.2f}", f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
+        figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
+        table.add_row(s.file, s.runtime, str(s.batch), *figures)
     return table

@@ -47,6 +47,10 @@ class DeviceError(MaskaqError):
     """The asked device is not there."""
 
 
+class ExportError(MaskaqError):
+    """A model cannot be written in the asked format, packages for it are missing, or the file computes otherwise."""
+
+
 class RangeError(MaskaqError):
     """A quantizer was used before its range was set, or was given values it cannot cover."""
 

@@ -1,0 +1,40 @@
+"""What every exported file says of its model, so that it can be used without maskaq."""
+
+import json
+from typing import Any
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+import maskaq
+from maskaq.deployed import CodedWeight, FixedGrid
+from maskaq.models import geometry
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """Version, bits, and how images are made ready."""
+    facts, config = geometry(model), resolve_model_data_config(model)
+    return {
+        "version": maskaq.__version__,
+        "weight_bits": sorted({m.bits for m in model.modules() if isinstance(m, CodedWeight)}),
+        "activation_bits": sorted({m.bits for m in model.modules() if isinstance(m, FixedGrid)}),
+        "input_size": [facts.channels, *facts.image_size],
+        "mean": list(facts.mean),
+        "std": list(facts.std),
+        "crop_pct": config["crop_pct"],
+        "interpolation": config["interpolation"],
+        "classes": facts.classes,
+    }
+
+
+def as_text(value: Any) -> str:
+    """A string as it is, anything else as JSON. (A string that is JSON by chance comes back as what it says.)"""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def from_text(text: str) -> Any:
+    """What `as_text` was given."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

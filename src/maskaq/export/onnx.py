@@ -1,0 +1,327 @@
+"""A deployed model as an ONNX graph of standard operators, laid out so that runtimes multiply integers.
+
+torch's exporter sees the model with placeholders, `maskaq::Grid` and `maskaq::Weight`, in place of its grids and coded
+weights; they are then written out. An activation becomes
+
+    QuantizeLinear (uint8) -> [Clip to 2^b - 1 in uint8] -> DequantizeLinear
+
+and a weight an INT4 (up to 4 bits) or INT8 initializer -> [Cast to INT8] -> DequantizeLinear for each output channel.
+ONNX Runtime (1.31) folds the Cast when it loads the file and multiplies uint8 by int8; other types, and one range per
+activation channel, fall back to float. Outputs of products stay in float: rounding them would be another model.
+"""
+
+import contextlib
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import maskaq
+from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
+from maskaq.errors import ExportError
+from maskaq.export.facts import as_text, describe, from_text
+from maskaq.models import AttentionProducts, data_config
+from maskaq.runfolder import write_bytes_atomic
+
+try:
+    import onnx
+    import onnx_ir as ir
+    import onnxscript  # noqa: F401 (torch's exporter needs it)
+except ImportError as error:  # pragma: no cover
+    raise ExportError(f'ONNX files need more packages ({error}): pip install "maskaq[onnx]"') from error
+
+INPUT, OUTPUT = "images", "logits"
+OPSET = 21
+"""The first with INT4."""
+CODES = ".codes"
+"""Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
+_DOMAIN, _PREFIX = "maskaq", "maskaq."
+
+
+def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write a deployed model as ONNX: `images` (N, C, H, W), normalised -> `logits`. N is free.
+
+    Args:
+        metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
+            string is written as JSON.
+    """
+    facts = describe(model)
+    program = _traced(_with_placeholders(model), facts["input_size"])
+    _merge_transposes(program.graph)
+    _fold_score_scale(program.graph)
+    _write_out_placeholders(program.graph)
+    return _write(program, file, facts | dict(metadata or {}))
+
+
+def export_float(model: nn.Module, file: str | Path) -> Path:
+    """Write a model of timm's in full precision, as torch's exporter sees it: what speeds are compared with."""
+    size = list(data_config(model)["input_size"])
+    return _write(_traced(model, size), file, {"input_size": size})
+
+
+def metadata_of(file: str | Path) -> dict[str, Any]:
+    """The entries that maskaq wrote into a file."""
+    try:
+        entries = onnx.load(str(file)).metadata_props
+    except Exception as error:  # the parser's own classes, and OSError
+        raise ExportError(f"cannot read {file} as an ONNX file: {error}") from error
+    found = {e.key.removeprefix(_PREFIX): from_text(e.value) for e in entries if e.key.startswith(_PREFIX)}
+    if "input_size" not in found:
+        raise ExportError(f"{file} was not written by maskaq: its metadata have no {_PREFIX}input_size")
+    return found
+
+
+def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> Path:
+    _strip(program)
+    program.metadata_props.update({_PREFIX + key: as_text(value) for key, value in metadata.items()})
+    proto = ir.to_proto(program)
+    proto = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    onnx.checker.check_model(proto, full_check=True)
+    write_bytes_atomic(file, proto.SerializeToString(deterministic=True))
+    return Path(file)
+
+
+# ---- the model that torch's exporter sees
+
+
+class _Grid(nn.Module):
+    def __init__(self, grid: FixedGrid, name: str) -> None:
+        super().__init__()
+        self.facts = {"name": name, "bits": grid.bits}
+        self.register_buffer("scale", grid.scale)
+        self.register_buffer("zero_point", grid.zero_point)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _placeholder("Grid", (x, self.scale, self.zero_point), self.facts, x.shape)
+
+
+class _Weight(nn.Module):
+    """A coded weight; transposed for `x @ weight`, so that the channels of its scales are on the last axis."""
+
+    codes: Tensor
+
+    def __init__(self, codes: Tensor, scale: Tensor, bits: int, name: str, transposed: bool) -> None:
+        super().__init__()
+        self.facts = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
+        self.register_buffer("codes", codes.t().contiguous() if transposed else codes)
+        self.register_buffer("scale", scale)
+
+    def forward(self) -> Tensor:
+        return _placeholder("Weight", (self.codes, self.scale), self.facts, self.codes.shape)
+
+
+class _Linear(nn.Module):
+    """A product and an addition, never a Gemm: runtimes want an integer bias for an integer Gemm, and ours is float.
+
+    Args:
+        parts: compute so many equal parts of the output apart, as a `_Parts`.
+    """
+
+    def __init__(self, linear: DeployedLinear, name: str, parts: int = 1) -> None:
+        super().__init__()
+        coded: CodedWeight = linear.weight  # type: ignore[assignment]
+        self.grid = _grid(linear.grid, f"{name}.grid")
+        names = [f"{name}.weight" if parts == 1 else f"{name}.weight.{i}" for i in range(parts)]
+        pieces = zip(coded.codes.chunk(parts), coded.scale.chunk(parts), names, strict=True)
+        self.weights = nn.ModuleList(_Weight(c, s, coded.bits, n, transposed=True) for c, s, n in pieces)
+        bias: Tensor | None = linear.bias  # type: ignore[assignment]
+        for i in range(parts):
+            self.register_buffer(f"bias_{i}", None if bias is None else bias.chunk(parts)[i].clone())
+
+    def forward(self, x: Tensor) -> "Tensor | _Parts":
+        flat = x.dim() == 2  # ONNX Runtime makes a float Gemm of a two-dimensional product with a bias
+        x = self.grid(x.unsqueeze(1) if flat else x)
+        outputs = []
+        for i, weight in enumerate(self.weights):
+            y, bias = x @ weight(), getattr(self, f"bias_{i}")
+            y = y if bias is None else y + bias
+            outputs.append(y.squeeze(1) if flat else y)
+        return _Parts(outputs) if len(outputs) > 1 else outputs[0]
+
+
+class _Parts:
+    """Stands for a tensor whose equal parts were computed apart, and knows only how attention takes them apart.
+
+    One product for q, k and v together is taken apart by copies that take longer than three products do.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.parts = parts
+
+    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> "_Parts":
+        if dim != -1 or sizes[0] != len(self.parts):
+            raise ExportError(f"q, k, v are expected on the last axis, not as {sizes} on axis {dim}")
+        return _Parts([part.unflatten(-1, sizes[1:]) for part in self.parts])
+
+    def unbind(self, dim: int) -> Sequence[Tensor]:
+        return self.parts
+
+
+def _placeholder(kind: str, tensors: tuple[Any, ...], facts: dict[str, Any], shape: Sequence[int]) -> Tensor:
+    return torch.onnx.ops.symbolic(f"{_DOMAIN}::{kind}", tensors, facts, dtype=torch.float32, shape=shape, version=1)
+
+
+def _grid(grid: nn.Module, name: str) -> nn.Module:
+    return _Grid(grid, name) if isinstance(grid, FixedGrid) else grid
+
+
+def _with_placeholders(model: nn.Module) -> nn.Module:
+    seen = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        parent_name, _, child = name.rpartition(".")
+        parent = seen.get_submodule(parent_name)
+        if isinstance(module, DeployedLinear) and isinstance(module.weight, CodedWeight):
+            joint = isinstance(parent, AttentionProducts) and child == "qkv"
+            setattr(parent, child, _Linear(module, name, parts=3 if joint else 1))
+        elif isinstance(module, DeployedConv2d) and isinstance(module.weight, CodedWeight):
+            conv, coded = seen.get_submodule(name), module.weight
+            conv.grid = _grid(module.grid, f"{name}.grid")
+            conv.weight = _Weight(coded.codes, coded.scale, coded.bits, f"{name}.weight", transposed=False)
+        elif isinstance(module, DeployedMatmul):
+            product = seen.get_submodule(name)
+            product.a_grid, product.b_grid = (
+                _grid(module.a_grid, f"{name}.a_grid"),
+                _grid(module.b_grid, f"{name}.b_grid"),
+            )
+    return seen
+
+
+def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
+    images = torch.zeros(2, *input_size)
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it tells its progress
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                seen,
+                (images,),
+                dynamo=True,
+                opset_version=OPSET,
+                dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                verbose=False,
+            )
+    finally:
+        logger.setLevel(level)
+    assert program is not None
+    return program.model
+
+
+# ---- the graph, rewritten
+
+
+def _merge_transposes(graph: ir.Graph) -> None:
+    """Two transpositions in a row are one: keys come to their product through two."""
+    for node in list(graph):
+        before = node.inputs[0].producer() if node.op_type == "Transpose" else None
+        if before is not None and before.op_type == "Transpose":
+            first, second = (list(n.attributes["perm"].as_ints()) for n in (before, node))
+            node.attributes["perm"] = ir.AttrInt64s("perm", [first[i] for i in second])
+            node.replace_input_with(0, before.inputs[0])
+            if not before.outputs[0].uses():
+                graph.remove(before, safe=True)
+
+
+def _fold_score_scale(graph: ir.Graph) -> None:
+    """(a @ b) * number: the number goes into the step that multiplies a's codes, which saves a pass over the scores."""
+    for node in list(graph):
+        if node.op_type != "Mul" or node.inputs[1].const_value is None or node.inputs[1].const_value.size != 1:
+            continue
+        product = node.inputs[0].producer()
+        grid = product.inputs[0].producer() if product is not None and product.op_type == "MatMul" else None
+        if grid is None or grid.op_type != "Grid" or len(product.outputs[0].uses()) + len(grid.outputs[0].uses()) > 2:
+            continue
+        grid.attributes["gain"] = ir.AttrFloat32("gain", node.inputs[1].const_value.numpy().item())
+        product.outputs[0].shape = node.outputs[0].shape
+        ir.convenience.replace_all_uses_with(node.outputs[0], product.outputs[0])
+        graph.remove(node, safe=True)
+
+
+def _write_out_placeholders(graph: ir.Graph) -> None:
+    for node in list(graph):
+        if node.domain == _DOMAIN:
+            new = _grid_nodes(graph, node) if node.op_type == "Grid" else _weight_nodes(graph, node)
+            before, after = node.outputs[0], new[-1].outputs[0]
+            after.type, after.shape = before.type, before.shape
+            ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
+
+
+def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
+    x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
+    step = _constant(graph, f"{name}.scale", scale)
+    zero_point = _constant(graph, f"{name}.zero_point", zero.astype(np.uint8))
+    codes = ir.node("QuantizeLinear", [x, step, zero_point], name=f"{name}.quantize")
+    nodes = [codes]
+    if bits < 8:  # uint8 saturates at 0 by itself
+        codes.outputs[0].name = f"{name}.unclipped"
+        top = _constant(graph, f"{name}.top", np.array((1 << bits) - 1, np.uint8))
+        nodes.append(ir.node("Clip", [codes.outputs[0], None, top], name=f"{name}.clip"))
+    nodes[-1].outputs[0].name = f"{name}{CODES}"
+    if "gain" in node.attributes:
+        step = _constant(graph, f"{name}.scale_with_gain", scale * np.float32(node.attributes["gain"].as_float()))
+    nodes.append(ir.node("DequantizeLinear", [nodes[-1].outputs[0], step, zero_point], name=f"{name}.dequantize"))
+    return nodes
+
+
+def _weight_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    name, bits, axis = (node.attributes[key].value for key in ("name", "bits", "axis"))
+    codes, scale = _numbers(node.inputs[0]), _numbers(node.inputs[1])
+    stored = ir.tensor(codes) if bits > 4 else ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4)
+    value = _constant(graph, f"{name}{CODES}", stored)
+    if all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
+        # A convolution of images in float: a product of constants is folded at load, and the runtime may then lay the
+        # weights out as it likes. A DequantizeLinear it would keep, and compute for every batch.
+        cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
+        shape = [-1 if i == axis else 1 for i in range(codes.ndim)]
+        factors = _constant(graph, f"{name}.scale", scale.reshape(shape))
+        return [cast, ir.node("Mul", [cast.outputs[0], factors], name=f"{name}.dequantize")]
+    nodes = []
+    if bits <= 4:
+        nodes.append(ir.node("Cast", [value], {"to": int(ir.DataType.INT8)}, name=f"{name}.cast"))
+        value = nodes[0].outputs[0]
+    step = _constant(graph, f"{name}.scale", scale)
+    return [*nodes, ir.node("DequantizeLinear", [value, step], {"axis": axis}, name=f"{name}.dequantize")]
+
+
+def _numbers(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _constant(graph: ir.Graph, name: str, numbers: Any) -> ir.Value:
+    tensor = numbers if isinstance(numbers, ir.TensorProtocol) else ir.tensor(numbers)
+    tensor.name = name
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+    graph.initializers[name] = value
+    return value
+
+
+def _strip(program: ir.Model) -> None:
+    """Without what nobody uses: the placeholders' constants, and the exporter's notes with traces of source files."""
+    graph = program.graph
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
+    for node in graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.doc_string = None
+    for value in (*graph.inputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+    graph.metadata_props.clear()
+    program.metadata_props.clear()
+    program.opset_imports.pop(_DOMAIN, None)
+    program.producer_name, program.producer_version, graph.name = "maskaq", maskaq.__version__, "maskaq"

@@ -1,0 +1,45 @@
+"""A deployed model as torch's own exported program (`.pt2`): `torch.export.load(FILE).module()` needs no maskaq."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.errors import ExportError
+from maskaq.export.facts import as_text, describe
+from maskaq.models import geometry
+
+NOTES = "maskaq.json"
+
+
+def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write a deployed model as a program for any number of images; its notes are the extra file `maskaq.json`."""
+    facts, path = geometry(model), Path(file)
+    images = torch.zeros(2, facts.channels, *facts.image_size)
+    with torch.no_grad():
+        program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("N", min=1)},))
+    program.graph_module.graph.eliminate_dead_code()  # what only taps would have listened to
+    for node in program.graph_module.graph.nodes:
+        node.meta.pop("stack_trace", None)  # names of source files on this machine
+    program.graph_module.recompile()
+    program.example_inputs = None  # or the images above would be in the file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.export.save(program, path, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
+    return path
+
+
+@torch.no_grad()
+def verify_pt2(file: str | Path, model: nn.Module, images: Tensor) -> None:
+    """The program's logits are the model's: the same operations on the same numbers."""
+    try:
+        found = torch.export.load(file).module()(images)
+    except Exception as error:
+        raise ExportError(f"{file} is not a sound exported program: {error}") from error
+    expected = model(images)
+    if not torch.equal(found, expected):
+        worst = ((found - expected).abs().max() / expected.abs().max()).item()
+        raise ExportError(
+            f"{file} does not compute what the model computes: logits differ by {worst:.1e} of the largest"
+        )

@@ -1,0 +1,193 @@
+"""Does an ONNX file compute what the deployed model computes? Asked site by site, of the kernels that will run.
+
+A difference of 1e-6 turns a rounding here and there, and turned roundings move the logits of a 4-bit model by a third
+of their size: comparing logits says little. So the deployed model is led through its forward pass by the codes that
+the file computed: at each grid its own codes are compared with the file's, and it goes on with the file's. Every
+stretch between two grids then starts from the same integers, and may end apart by float rounding alone: codes are
+equal, or the value lay within `NEAR` steps of the border between them. At the end logits are compared as floats.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from maskaq.deployed import CodedWeight, FixedGrid
+from maskaq.errors import ExportError
+
+try:
+    import onnx
+    import onnxruntime
+    from onnx import numpy_helper
+except ImportError as error:  # pragma: no cover
+    raise ExportError(f'ONNX files need more packages ({error}): pip install "maskaq[onnx]"') from error
+
+from maskaq.export.onnx import CODES, INPUT, OUTPUT
+
+NEAR = 1e-3
+"""Of a step: how far float rounding may carry a value between grids. (1e-5 is what it does.)"""
+LOGITS = 1e-4
+"""Of the largest logit: how far logits from the same codes may be apart."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, and what was found; `verify` raises where it is not what it must be."""
+
+    weights: int
+    """Weight tensors, all codes and scales equal."""
+    sites: int
+    """Activation grids, each compared with the runtime's optimisations and without."""
+    codes: int
+    """Integer codes compared at them."""
+    turned: int
+    """Codes that differ because a value lay on the border between two."""
+    farthest: float
+    """The largest distance of such a value from its border, in steps."""
+    logits: float
+    """The largest difference of logits from the same codes, in shares of the largest logit."""
+    images: int
+    agreement: float
+    """Share of the images that file and model put into the same class, each left to itself."""
+    correlation: float
+    """Of all their logits, each left to itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
+    """Compare an ONNX file with the deployed model it was made from, on normalised images (N, C, H, W).
+
+    Raises ExportError that names the first site that differs.
+    """
+    try:
+        proto = onnx.load(str(file))
+        onnx.checker.check_model(proto, full_check=True)
+        weights = _compare_weights(proto, model)
+        passes = [_compare_pass(proto, model, images, optimised) for optimised in (False, True)]
+        free = torch.from_numpy(session(proto).run([OUTPUT], {INPUT: images.numpy()})[0])
+    except ExportError as error:
+        raise ExportError(f"{file} does not compute what the model computes: {error}") from error
+    except Exception as error:  # the parser, the checker and the runtime raise classes of their own
+        raise ExportError(f"{file} is not a sound ONNX file: {error}") from error
+    with torch.no_grad():
+        ours = model(images)
+    return Verification(
+        weights=weights,
+        sites=len(_grids(model)),
+        codes=sum(p.codes for p in passes),
+        turned=sum(p.turned for p in passes),
+        farthest=max(p.farthest for p in passes),
+        logits=max(p.logits for p in passes),
+        images=len(images),
+        agreement=(ours.argmax(1) == free.argmax(1)).double().mean().item(),
+        correlation=torch.corrcoef(torch.stack([ours.flatten(), free.flatten()]))[0, 1].item(),
+    )
+
+
+def session(
+    model: "onnx.ModelProto | str | Path", *, threads: int = 0, optimised: bool = True
+) -> "onnxruntime.InferenceSession":
+    """A model on the CPU, in memory or from a file; as many threads as the runtime likes, or so many."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def _grids(model: nn.Module) -> dict[str, FixedGrid]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FixedGrid)}
+
+
+def _compare_weights(proto: "onnx.ModelProto", model: nn.Module) -> int:
+    stored = {tensor.name: tensor for tensor in proto.graph.initializer}
+    coded = {name: module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
+    for name, weight in coded.items():
+        parts = [name] if f"{name}{CODES}" in stored else [f"{name}.{i}" for i in range(3)]
+        try:
+            codes = [numpy_helper.to_array(stored[f"{part}{CODES}"]).astype(np.int8) for part in parts]
+            scales = [numpy_helper.to_array(stored[f"{part}.scale"]).reshape(-1) for part in parts]
+        except KeyError as error:
+            raise ExportError(f"it has no tensor {error} of the weight {name}") from error
+        if weight.codes.dim() == 2:
+            codes = [part.T for part in codes]
+        if not np.array_equal(np.concatenate(codes), weight.codes.numpy()):
+            raise ExportError(f"the codes of the weight {name} differ")
+        if not np.array_equal(np.concatenate(scales), weight.scale.numpy()):
+            raise ExportError(f"the scales of the weight {name} differ")
+    return len(coded)
+
+
+@dataclass
+class _Pass:
+    codes: int = 0
+    turned: int = 0
+    farthest: float = 0.0
+    logits: float = 0.0
+
+
+def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, optimised: bool) -> _Pass:
+    """One pass of the model, led by the file's codes."""
+    names = list(_grids(model))
+    watched = onnx.ModelProto()
+    watched.CopyFrom(proto)
+    made = {output for node in proto.graph.node for output in node.output}
+    for name in names:
+        if name + CODES not in made:
+            raise ExportError(f"it has no tensor '{name}{CODES}' of the grid {name}")
+        watched.graph.output.append(onnx.ValueInfoProto(name=name + CODES))
+    watched = onnx.shape_inference.infer_shapes(watched)
+    outputs = [OUTPUT, *(name + CODES for name in names)]
+    logits, *codes = session(watched, optimised=optimised).run(outputs, {INPUT: images.numpy()})
+    found = _Pass()
+    with torch.no_grad(), _led(model, dict(zip(names, codes, strict=True)), found):
+        ours = model(images)
+    found.logits = ((ours - torch.from_numpy(logits)).abs().max() / ours.abs().max()).item()
+    if not found.logits <= LOGITS:
+        raise ExportError(f"from the same codes its logits differ by {found.logits:.1e} of the largest")
+    return found
+
+
+@contextmanager
+def _led(model: nn.Module, codes: dict[str, np.ndarray], found: _Pass) -> Iterator[None]:
+    """While it lasts, each grid compares its codes with these and goes on with these."""
+
+    def compare(name: str, grid: FixedGrid, x: Tensor) -> Tensor:
+        theirs = torch.from_numpy(codes[name]).to(x.dtype)
+        if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
+            raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
+        theirs = theirs.view_as(x)
+        steps, ours = x / grid.scale + grid.zero_point, grid.codes(x)
+        differ = ours != theirs
+        if differ.any():
+            border = (ours[differ] + theirs[differ]) / 2
+            distance = (steps[differ] - border).abs().max().item()
+            jump = (ours - theirs).abs().max().item()
+            if jump > 1 or not distance <= NEAR:
+                raise ExportError(
+                    f"at {name} {int(differ.sum())} of {differ.numel()} codes differ, by up to {jump:.0f}, and not for "
+                    f"float rounding: a value is {distance:.1e} steps from the border between its two codes"
+                )
+            found.turned, found.farthest = found.turned + int(differ.sum()), max(found.farthest, distance)
+        found.codes += theirs.numel()
+        return (theirs - grid.zero_point) * grid.scale
+
+    grids = _grids(model)
+    handles = [
+        grid.register_forward_hook(lambda grid, args, _, name=name: compare(name, grid, args[0]))  # type: ignore[misc]
+        for name, grid in grids.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -18,7 +18,7 @@ LAYERS = [
     {"config", "kernels", "masks", "augment", "losses", "models", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
-    {"synthesis", "evaluation", "inspection"},
+    {"synthesis", "folder", "evaluation", "inspection"},
     {"calibration"},
     {"run"},
     {"results", "bench"},

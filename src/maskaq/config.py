@@ -1,8 +1,8 @@
 """The recipe: every setting of a run, its default, its meaning and its limits, each in one place.
 
 A recipe is a small TOML file of overrides over the defaults here; it may start from another (`extends = "paper"`).
-Names joined by + are laid over each other from left to right, and what they extend below them, once: `quick+mimiq` is
-`paper`, `quick`, `mimiq`. So a budget and a method combine. `images:DIR`, the last of them, is a folder of real images.
+Names joined by + are laid over each other from left to right, above all that they extend: `quick+mimiq` is `paper`,
+`quick`, `mimiq`. So a budget and a method combine. `images:DIR`, the last of them, is a folder of real images.
 Unknown keys, wrong types and impossible values are errors that name the key and what is allowed.
 """
 
@@ -280,18 +280,18 @@ def _parts(text: str) -> list[str]:
 
 
 def _layers(names: Iterable[str], seen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Name -> settings of the recipes to lay over each other, bottom up: each after what it extends, none twice."""
-    found: dict[str, dict[str, Any]] = {}
+    """Name -> settings of the recipes to lay over each other, bottom up: what the named ones extend, then they."""
+    below: dict[str, dict[str, Any]] = {}
+    named: dict[str, dict[str, Any]] = {}
     for name in names:
         if name in seen:
             raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
-        tree = _read_tree(name)
+        named[name] = tree = _read_tree(name)
         base = tree.pop("extends", None)
-        below = [] if base is None else _parts(str(base))
-        beside = [str(Path(name).parent / part) if part.endswith(".toml") else part for part in below]
-        for key, layer in (_layers(beside, (*seen, name)) | {name: tree}).items():
-            found.setdefault(key, layer)
-    return found
+        parts = [] if base is None else _parts(str(base))
+        beside = [str(Path(name).parent / part) if part.endswith(".toml") else part for part in parts]
+        below |= {key: layer for key, layer in _layers(beside, (*seen, name)).items() if key not in below}
+    return below | {name: tree for name, tree in named.items() if name not in below}
 
 
 def _read_tree(name: str) -> dict[str, Any]:

@@ -185,6 +185,7 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
         lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
+        lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
     elif args.what == "terms":
         both = {"synthesis": SYNTHESIS_TERMS, "calibration": CALIBRATION_TERMS}
         lines = [f"{stage}.terms.{spec.name:26}{spec.doc}" for stage, terms in both.items() for spec in terms.values()]

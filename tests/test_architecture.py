@@ -18,7 +18,7 @@ LAYERS = [
     {"config", "kernels", "masks", "information", "augment", "losses", "models", "packing", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
-    {"synthesis", "evaluation", "inspection", "pretrained", "export"},
+    {"synthesis", "folder", "evaluation", "inspection", "pretrained", "export"},
     {"calibration"},
     {"run"},
     {"results", "bench"},

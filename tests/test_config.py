@@ -273,7 +273,7 @@ def test_an_unknown_section_of_a_file_is_named_with_the_known_ones(tmp_path):
             "calibration.augment.crop=[0.5, 1.5]",
             "calibration.augment.crop: expected a number from 0.01 to 1.0, got 1.5",
         ),
-        ("synthesis.steps=0", "synthesis.steps: expected a number at least 1, got 0"),
+        ("synthesis.batch=0", "synthesis.batch: expected a number at least 1, got 0"),
         ("synthesis.mask.drop=1", "synthesis.mask.drop: expected a number from 0.0 to 0.99, got 1.0"),
     ],
 )

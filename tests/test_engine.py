@@ -36,7 +36,8 @@ SIZE = (16, 8)
 CLASS_TOKEN = partial(tiny_vit, img_size=SIZE, patch_size=4)
 AVERAGE = partial(CLASS_TOKEN, depth=1, global_pool="avg", class_token=False)
 SHIFTED = partial(tiny_swin, img_size=SIZE, window_size=2, depths=(2,), num_heads=(2,))
-TERMS = list(SYNTHESIS_TERMS)
+PLAIN_PRODUCTS = ("attention_prior",)  # terms that read probabilities, which the fused kernel never writes
+TERMS = [name for name in SYNTHESIS_TERMS if name not in PLAIN_PRODUCTS]
 
 
 @outside
@@ -132,7 +133,10 @@ def assert_alike(fast: Engine, *overrides: str, build=CLASS_TOKEN, only: tuple[s
     want, got = seen
     for name, (value, gradient) in want.items():
         assert relative_error(got[name][0], value) <= 1e-4, name
-        assert relative_error(got[name][1], gradient) <= 1e-4, f"gradient of {name}"
+        close = (
+            1e-3 if name == "patch_entropy" else 1e-4
+        )  # a kernel of width 0.01 makes rounding a hundred times larger
+        assert relative_error(got[name][1], gradient) <= close, f"gradient of {name}"
     return set(want)
 
 
@@ -144,7 +148,7 @@ def assert_alike(fast: Engine, *overrides: str, build=CLASS_TOKEN, only: tuple[s
 )
 def test_every_synthesis_term_and_its_gradient_are_the_plain_ones(fast, build, graphs):
     """The student's attention is there alone, too: torch.compile (2.11) once lost its gradient, and no other."""
-    assert assert_alike(fast, build=build) == {*TERMS, "student"}
+    assert assert_alike(fast, build=build, only=tuple(TERMS)) == {*TERMS, "student"}
     assert 0 < fast.blocks(fused=True) <= graphs and not fast.blocks(fused=False), "blocks alike share a graph"
 
 
@@ -165,6 +169,13 @@ def test_a_term_of_ones_own(fast):
         assert assert_alike(fast, only=("own",)) == {"own", "student"}
     finally:
         del SYNTHESIS_TERMS["own"]
+
+
+@inside
+@pytest.mark.parametrize("build", [CLASS_TOKEN, SHIFTED], ids=["class_token", "shifted"])
+def test_terms_that_read_probabilities_take_the_plain_products(fast, build):
+    assert assert_alike(fast, build=build, only=PLAIN_PRODUCTS) == set(PLAIN_PRODUCTS)
+    assert fast.blocks(fused=False) and not fast.blocks(fused=True)
 
 
 @inside

@@ -55,13 +55,16 @@ def roll_offsets(keys: Tensor, roll: int | Tensor) -> Tensor:
     return _between(keys, "roll", 0, 2 * roll + 1, 2).long() - roll
 
 
-def jitter(images: Tensor, keys: Tensor, *, roll: int | Tensor, noise: float | Tensor, colour: float) -> Tensor:
+def jitter(
+    images: Tensor, keys: Tensor, *, roll: int | Tensor, noise: float | Tensor, colour: float, flip: float = 0.0
+) -> Tensor:
     """(B, C, H, W) images, each rolled by up to `roll` pixels an axis, then recoloured; differentiable in images.
 
-    Each channel of each image becomes (x + n - m) / s with n ~ noise * N(0, 1), m ~ U(-colour, colour) and
-    s = exp(U(-colour, colour)). A setting of 0 turns its part off. Keys should already contain the step.
-    Settings that change from step to step may be 0-dim tensors, so that nothing waits for their values.
+    Each is mirrored first, with probability `flip`. Each channel becomes (x + n - m) / s with n ~ noise * N(0, 1),
+    m ~ U(-colour, colour) and s = exp(U(-colour, colour)). A setting of 0 turns its part off. Keys should already
+    contain the step. Settings that change from step to step may be 0-dim tensors, so that nothing waits for them.
     """
+    images = _sometimes(lambda x: x.flip(3), images, keys, "mirror", flip)
     if isinstance(roll, Tensor) or roll:
         images = roll_each(images, roll_offsets(keys, roll))
     if not (isinstance(noise, Tensor) or noise or colour):
@@ -71,6 +74,27 @@ def jitter(images: Tensor, keys: Tensor, *, roll: int | Tensor, noise: float | T
     gain = torch.exp(-_between(keys, "scale", -colour, colour, channels))
     # Shift and scale folded into one pass over the pixels, which far outnumber these (B, C) parameters.
     return torch.addcmul(_per_image(shift * gain, images), images, _per_image(gain, images))
+
+
+def quarter(images: Tensor, cells: Tensor) -> Tensor:
+    """(B, C, H, W): of each image the quarter in `cells` (B,), 0 to 3 in raster order, enlarged to full size, bilinear.
+
+    As two matrix products: their gradient needs no atomic additions, and it stays inside the quarter.
+    """
+    down, across = (
+        _enlarging(side, half).to(images.dtype)[:, None]
+        for side, half in zip(images.shape[2:], (cells // 2, cells % 2), strict=True)
+    )
+    return down @ images @ across.mT
+
+
+def _enlarging(side: int, half: Tensor) -> Tensor:
+    """(B, side, side): row i has the weights of all pixels in pixel i of the first (0) or second (1) half, enlarged."""
+    size = side // 2  # the middle pixel of an odd side is in neither half
+    pixels = torch.arange(side, device=half.device)
+    within = ((pixels + 0.5) * size / side - 0.5).clamp(0, size - 1)
+    place = (half * (side - size))[:, None] + within  # (B, side)
+    return (1 - (place[:, :, None] - pixels).abs()).clamp(min=0)
 
 
 def greyscale(images: Tensor) -> Tensor:

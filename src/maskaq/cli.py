@@ -225,7 +225,10 @@ def _model_options(sub: argparse.ArgumentParser) -> None:
 def _recipe_options(sub: argparse.ArgumentParser, recipe: str = "quick") -> None:
     sub.add_argument("--bits", help="bits of weights and activations, wXaY, 2 to 8 each (default: the recipe's, w4a4)")
     sub.add_argument(
-        "--recipe", default=recipe, help=f"shipped name or .toml file (default: {recipe}; see `maskaq list recipes`)"
+        "--recipe",
+        default=recipe,
+        help=f"shipped name or .toml file (default: {recipe}; see `maskaq list recipes`); budget+method, such as "
+        "quick+mimiq, lays the one over the other",
     )
     _set_option(sub)
 

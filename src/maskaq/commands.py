@@ -87,6 +87,7 @@ def _run(
         batches(model)  # a wrong folder is told now, not after the work
     exposed = expose(model)
     RunFolder.check(args.out, run.identity(model, recipe, args.seed))
+    run.check_folder(recipe, args.out)
     console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))
     with draw.watch_for(console) as watch:
         run.quantize(
@@ -107,7 +108,8 @@ def _run(
         console.print(f"images are in {args.out}; go on with: maskaq calibrate {shlex.quote(args.out)}")
         return
     if table:
-        console.print(draw.accuracy_table(table, f"{args.model} {recipe.quantization.bits} on {args.data}"))
+        title = f"{args.model} {recipe.quantization.bits} on {args.data}{_caveat(recipe)}"
+        console.print(draw.accuracy_table(table, title))
         console.print(draw.won_back(table))
         results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
@@ -129,19 +131,21 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     elif path.name != args.model:  # it has a slash: meant as a folder
         raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
     table: dict[str, EvalResult | str]
+    caveat = ""
     with draw.watch_for(console) as watch:
         if is_run:
             if args.model_arg:
                 raise ModelError(f"{args.model} is a run and knows its model: --model-arg is for a model's name")
             opened = _opened(args.model, args.checkpoint)
             table = results.compare(opened, batches, device=device, watch=watch)
+            caveat = _caveat(opened.recipe)
         else:
             model = _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
             loader = batches(model)
             watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
             row = results.CALIBRATED if is_saved else results.FULL_PRECISION
             table = {row: evaluate_model(model.to(device), loader, watch)}
-    console.print(draw.accuracy_table(table, f"{args.model} on {args.data}"))
+    console.print(draw.accuracy_table(table, f"{args.model} on {args.data}{caveat}"))
     if is_run:
         results.write_metrics(args.model, table, args.data)
     if args.json:
@@ -260,6 +264,7 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
         lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
+        lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
     elif args.what == "terms":
         both = {"synthesis": SYNTHESIS_TERMS, "calibration": CALIBRATION_TERMS}
         lines = [f"{stage}.terms.{spec.name:26}{spec.doc}" for stage, terms in both.items() for spec in terms.values()]
@@ -339,6 +344,11 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
     _check_names(recipe)
     return recipe
+
+
+def _caveat(recipe: Recipe) -> str:
+    """For the title of a table."""
+    return f"\ncalibrated on {recipe.caveat}" if recipe.caveat else ""
 
 
 def _check_names(recipe: Recipe) -> None:

@@ -1,6 +1,8 @@
 """The recipe: every setting of a run, its default, its meaning and its limits, each in one place.
 
 A recipe is a small TOML file of overrides over the defaults here; it may start from another (`extends = "paper"`).
+Names joined by + are laid over each other from left to right, above all that they extend: `quick+mimiq` is `paper`,
+`quick`, `mimiq`. So a budget and a method combine. `images:DIR`, the last of them, is a folder of real images.
 Unknown keys, wrong types and impossible values are errors that name the key and what is allowed.
 """
 
@@ -28,6 +30,9 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+_IMAGES = "images:"
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Mask:
 @dataclass(frozen=True, kw_only=True)
 class Synthesis:
     images: int = setting(10_000, "synthetic images", low=1)
-    steps: int = setting(2_000, "optimiser steps for each image", low=1)
+    steps: int = setting(2_000, "optimiser steps for each image; 0: the images are noise", low=0)
     batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
     lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
@@ -96,6 +101,7 @@ class Synthesis:
     roll: float = setting(
         8 / 224, "largest random shift, share of the side; twice that in the second half", low=0.0, high=0.5
     )
+    flip: float = setting(0.0, "probability of a mirror image at a step", low=0.0, high=1.0)
     noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0)
     colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0)
     mask: Mask = field(default_factory=Mask)
@@ -109,6 +115,7 @@ class Synthesis:
         },
         "weight of each loss term (`maskaq list terms`); 0 switches one off",
     )
+    folder: str = setting("", "NOT data-free: a folder of real images in place of synthetic ones; `images:DIR` sets it")
     max_lost: float = setting(
         0.1, "share of the images that may be lost to NaN before the run fails", low=0.0, high=1.0
     )
@@ -179,10 +186,25 @@ class Recipe:
                 f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start "
                 f"{self.synthesis.mask.start}: the mask shrinks over the steps"
             )
+        if not self.data_free and (self.synthesis.steps or self.refresh.every):
+            raise RecipeError(
+                "synthesis.folder: real images are neither optimised nor refreshed, so synthesis.steps "
+                f"(now {self.synthesis.steps}) and refresh.every (now {self.refresh.every}) must be 0; the recipe "
+                f"images:{self.synthesis.folder} sets all three"
+            )
 
     @property
     def bits(self) -> Bits:
         return Bits.parse(self.quantization.bits)
+
+    @property
+    def data_free(self) -> bool:
+        return not self.synthesis.folder
+
+    @property
+    def caveat(self) -> str:
+        """What has to be said wherever a result is shown; mostly nothing."""
+        return "" if self.data_free else f"REAL images of {self.synthesis.folder}: a ceiling, NOT data-free"
 
     @property
     def rounds(self) -> list[range]:
@@ -195,17 +217,24 @@ class Recipe:
     def steps_in_round(self, round: int) -> int:
         return self.refresh.steps if round and self.refresh.steps else self.synthesis.steps
 
+    @property
+    def most_steps(self) -> int:
+        """Of all rounds."""
+        return max(self.steps_in_round(round) for round in range(len(self.rounds)))
+
     def lr_in_round(self, round: int) -> float:
         return self.refresh.lr if round and self.refresh.lr else self.synthesis.lr
 
 
 def load_recipe(source: str | Path = "paper", *overrides: str, bits: str | None = None) -> Recipe:
-    """The recipe of a shipped name or a TOML file, with `key=value` overrides on top.
+    """The recipe of a shipped name or a TOML file, or of several joined by +, with `key=value` overrides on top.
 
     >>> load_recipe("quick", "synthesis.steps=50", bits="w3a3").synthesis.steps
     50
     """
-    tree = _read_tree(str(source), seen=())
+    tree: dict[str, Any] = {}
+    for layer in _layers(_parts(str(source)), seen=()).values():
+        _merge(tree, layer)
     for text in overrides:
         _merge(tree, _parse_override(text))
     if bits is not None:
@@ -242,12 +271,37 @@ def describe_keys() -> Iterator[tuple[str, str, str]]:
     yield from _describe(Recipe, "")
 
 
-def _read_tree(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    if name in seen:
-        raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
+def _parts(text: str) -> list[str]:
+    """`a+b` -> a, b. A file may have a + in its name, and so may the folder after `images:`."""
+    if Path(text).is_file():
+        return [text]
+    names, folder = re.fullmatch(r"(.*?)(?:(?:^|\+)(images:.*))?", text, flags=re.S).groups()  # type: ignore[union-attr]
+    return [*(names.split("+") if names or not folder else ()), *([folder] if folder else ())]
+
+
+def _layers(names: Iterable[str], seen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Name -> settings of the recipes to lay over each other, bottom up: what the named ones extend, then they."""
+    below: dict[str, dict[str, Any]] = {}
+    named: dict[str, dict[str, Any]] = {}
+    for name in names:
+        if name in seen:
+            raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
+        named[name] = tree = _read_tree(name)
+        base = tree.pop("extends", None)
+        parts = [] if base is None else _parts(str(base))
+        beside = [str(Path(name).parent / part) if part.endswith(".toml") else part for part in parts]
+        below |= {key: layer for key, layer in _layers(beside, (*seen, name)).items() if key not in below}
+    return below | {name: tree for name, tree in named.items() if name not in below}
+
+
+def _read_tree(name: str) -> dict[str, Any]:
+    """What one recipe says itself."""
     shipped = shipped_recipes()
     if name in shipped:
         text = shipped[name]
+    elif name.startswith(_IMAGES):
+        folder = str(Path(name.removeprefix(_IMAGES)).expanduser().resolve())
+        return {"synthesis": {"folder": folder, "steps": 0}, "refresh": {"every": 0}}
     elif name.endswith(".toml"):
         try:
             text = Path(name).read_text(encoding="utf-8")
@@ -256,19 +310,12 @@ def _read_tree(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
     else:
-        raise RecipeError(unknown("recipe", name, shipped) + ". A recipe file of your own ends in .toml")
+        more = f". A recipe file of your own ends in .toml, a folder of images begins with {_IMAGES}"
+        raise RecipeError(unknown("recipe", name, shipped) + more)
     try:
-        tree = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
-    base = tree.pop("extends", None)
-    if base is None:
-        return tree
-    if str(base).endswith(".toml"):
-        base = str(Path(name).parent / base)  # beside the recipe that names it
-    below = _read_tree(str(base), (*seen, name))
-    _merge(below, tree)
-    return below
 
 
 def _parse_override(text: str) -> dict[str, Any]:

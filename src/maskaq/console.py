@@ -141,7 +141,8 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations)",
     )
-    table.add_row("images", f"{synthesis.images} x {synthesis.steps} steps, in batches of {synthesis.batch}")
+    how = recipe.caveat or f"x {synthesis.steps} steps, in batches of {synthesis.batch}"
+    table.add_row("images", f"{synthesis.images} {how}")
     if refreshes:
         start = "continuing" if recipe.refresh.start == "warm" else "from noise"
         times = "once" if refreshes == 1 else f"{refreshes} times"

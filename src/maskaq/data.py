@@ -1,4 +1,4 @@
-"""Images in memory and on disk: the synthetic set, and a labelled folder to evaluate on."""
+"""Images in memory and on disk: the synthetic set, image files, and a labelled folder to evaluate on."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,6 +13,7 @@ from timm.data import create_transform
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from maskaq.errors import DataError
 from maskaq.models import data_config
@@ -91,7 +92,7 @@ def image_folder(
         dataset = ImageFolder(
             str(root),
             transform=create_transform(**config, is_training=False),
-            loader=partial(_read_image, channels=config["input_size"][0]),
+            loader=partial(read_image, channels=config["input_size"][0]),
         )
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {error}") from error
@@ -99,7 +100,20 @@ def image_folder(
     return _Loader(dataset, batch_size=batch, num_workers=workers)
 
 
-def _read_image(path: str, channels: int) -> Image.Image:
+def image_files(path: str | Path, wanted: int) -> list[Path]:
+    """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(f"image folder {root} does not exist; expected a folder of images, or of folders of images")
+    found = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
+    if len(found) < wanted:
+        few = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"
+        raise DataError(f"{few}: --set synthesis.images={len(found)}" if found else f"{few}: expected image files")
+    return found
+
+
+def read_image(path: str, channels: int) -> Image.Image:
+    """An image file as RGB, or grey for a model of one channel."""
     if channels not in (1, 3):
         raise DataError(f"the model takes {channels} channels; image files have 1 or 3")
     try:

@@ -20,9 +20,10 @@ import maskaq
 from maskaq import pretrained, randomness, runfolder
 from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
-from maskaq.data import SyntheticSet, to_pixels
+from maskaq.data import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
+from maskaq.folder import FolderImages
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.runfolder import RunFolder
@@ -31,6 +32,7 @@ from maskaq.watch import Watch
 
 QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
+ImageSource = Synthesizer | FolderImages
 STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way, for whoever wants to look
 
 
@@ -97,10 +99,16 @@ def quantize(
     teacher = teacher.to(device)
     student = quantized_twin(teacher, recipe.quantization)
     engine = pick_engine(device, fast, watch)
-    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
+    image_source: ImageSource
+    if recipe.data_free:
+        image_source = Synthesizer(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
+    else:
+        image_source = FolderImages(teacher, recipe, seed=seed, watch=watch)
     calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
 
-    settings = identity(model, recipe, seed), to_toml(recipe), facts(teacher, source, engine)
+    about = facts(teacher, source, engine) | {"data_free": recipe.data_free}
+    settings = identity(model, recipe, seed), to_toml(recipe), about
+    check_folder(recipe, out)
     with RunFolder.open(out, *settings) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
             watch.note(
@@ -112,13 +120,13 @@ def quantize(
         finished = first_epoch == recipe.calibration.epochs and pretrained.is_sound(run.path(QUANTIZED))
         if finished:
             watch.note(f"{out} is finished: its model is made, nothing is left to calibrate")
-        elif forecast:
-            watch.forecast(_forecast(synthesizer, run, first_epoch, only_images))
+        elif forecast and recipe.most_steps and isinstance(image_source, Synthesizer):  # it times steps
+            watch.forecast(_forecast(image_source, run, first_epoch, only_images))
         images = None
         for round, epochs in enumerate(recipe.rounds):
             if first_epoch >= epochs.stop and round < len(recipe.rounds) - 1:
                 continue  # an earlier call finished this round
-            images = _images_of_round(run, synthesizer, round, recipe)
+            images = _images_of_round(run, image_source, round, recipe)
             if only_images:
                 break
             if first_epoch == 0 and round == 0:
@@ -141,18 +149,24 @@ def quantize(
     return Result(model=student, folder=Path(out), images=images)
 
 
-def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recipe: Recipe) -> SyntheticSet:
+def check_folder(recipe: Recipe, out: str | Path) -> None:
+    """DataError for a folder of images that a new run cannot use: before anything is written."""
+    if not recipe.data_free and not Path(out, "run.json").exists():
+        image_files(recipe.synthesis.folder, recipe.synthesis.images)
+
+
+def _images_of_round(run: RunFolder, source: ImageSource, round: int, recipe: Recipe) -> SyntheticSet:
     """The round's images: shards that are there are read, others made. A warm refresh starts from the round before."""
-    config, steps = recipe.synthesis, recipe.steps_in_round(round)
+    config, work = recipe.synthesis, max(1, recipe.steps_in_round(round))
     shards = list(enumerate(torch.arange(config.images).split(config.batch)))
     there = {shard for shard, _ in shards if run.has_shard(round, shard)}
     finished = sum(len(indices) for shard, indices in shards if shard in there)
-    title = f"synthesize, round {round + 1} of {len(recipe.rounds)}"
-    synthesizer.watch.stage(title, config.images * steps, done=finished * steps)
+    title = f"{source.stage}, round {round + 1} of {len(recipe.rounds)}"
+    source.watch.stage(title, config.images * work, done=finished * work)
     missing = [(shard, indices) for shard, indices in shards if shard not in there]
     while missing:
-        together = synthesizer.shards_at_once(len(missing))
-        _make_shards(run, synthesizer, round, missing[:together])
+        together = source.shards_at_once(len(missing))
+        _make_shards(run, source, round, missing[:together])
         missing = missing[together:]
     sets = [SyntheticSet(**run.load_shard(round, shard)) for shard, _ in shards]
     images = SyntheticSet.concatenate(sets)
@@ -172,28 +186,28 @@ def _images_of_round(run: RunFolder, synthesizer: Synthesizer, round: int, recip
     return images
 
 
-def _make_shards(run: RunFolder, synthesizer: Synthesizer, round: int, shards: list[tuple[int, Tensor]]) -> None:
+def _make_shards(run: RunFolder, source: ImageSource, round: int, shards: list[tuple[int, Tensor]]) -> None:
     """Make some shards together and store each."""
     began = time.monotonic()
-    before = [_before(run, synthesizer, round, shard) for shard, _ in shards]
+    before = [_before(run, source, round, shard) for shard, _ in shards]
     known = [images for images in before if images is not None]
     start = SyntheticSet.concatenate(known) if known else None
-    made = synthesizer(torch.cat([indices for _, indices in shards]), round, start)
+    made = source(torch.cat([indices for _, indices in shards]), round, start)
     seconds = (time.monotonic() - began) / len(shards)
-    runfolder.write_tensors(run.path(STRIP_FILE.format(round=round)), {"images": synthesizer.strip}, {})
+    runfolder.write_tensors(run.path(STRIP_FILE.format(round=round)), {"images": source.strip}, {})
     for shard, indices in shards:
         part = made[torch.isin(made.indices, indices)]
         lost = sorted(set(indices.tolist()) - set(part.indices.tolist()))
         run.save_shard(round, shard, part.tensors(), count=len(part), lost=lost)
-        run.event(stage="synthesize", round=round, shard=shard, seconds=seconds, lost=lost, curves=synthesizer.curves)
+        run.event(stage=source.stage, round=round, shard=shard, seconds=seconds, lost=lost, curves=source.curves)
 
 
-def _before(run: RunFolder, synthesizer: Synthesizer, round: int, shard: int) -> SyntheticSet | None:
+def _before(run: RunFolder, source: ImageSource, round: int, shard: int) -> SyntheticSet | None:
     """What a warm refresh of a shard starts from; None is noise."""
-    if round == 0 or synthesizer.recipe.refresh.start == "cold":
+    if round == 0 or source.recipe.refresh.start == "cold":
         return None
     if not run.has_shard(round - 1, shard):  # it was damaged and deleted; the student it was made against is gone
-        synthesizer.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts from noise")
+        source.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts from noise")
         return None
     return SyntheticSet(**run.load_shard(round - 1, shard))
 

@@ -40,8 +40,19 @@ class Layer:
 
     def patch_heads(self, heads: Tensor) -> Tensor:
         """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only."""
-        heads = heads[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))  # (B, W, H, Q, D)
-        return self._to_raster(heads.transpose(1, 2).flatten(2, 3), dim=2)
+        return self._to_raster(self.window_patches(heads).transpose(1, 2).flatten(2, 3), dim=2)
+
+    def window_patches(self, tokens: Tensor) -> Tensor:
+        """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""
+        return tokens[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))
+
+    def window_positions(self, device: torch.device) -> Tensor:
+        """(W, Q, 2): row and column of each patch's centre on the image, in [0, 1], left in its window."""
+        rows, columns = ((torch.arange(n, device=device) + 0.5) / n for n in self.grid)
+        centres = torch.cartesian_prod(rows, columns)  # (N, 2), in raster order
+        if self.raster is not None:
+            centres = torch.zeros_like(centres).index_copy(0, self.raster, centres)
+        return centres.unflatten(0, (self.windows, -1))
 
     def _to_raster(self, tokens: Tensor, dim: int = 1) -> Tensor:
         return tokens if self.raster is None else tokens.index_select(dim, self.raster)

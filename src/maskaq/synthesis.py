@@ -6,15 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from maskaq import masks, randomness
-from maskaq.augment import jitter
+from maskaq.augment import jitter, quarter
 from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.engine import PLAIN, Engine
+from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
@@ -32,6 +34,8 @@ class Synthesizer:
     Every random number depends on (seed, round, image number, attempt, step), and every loss is per image: an image
     comes out the same whatever batch it is made in.
     """
+
+    stage = "synthesize"
 
     def __init__(
         self,
@@ -86,7 +90,8 @@ class Synthesizer:
     def images_at_once(self) -> int:
         """Whole shards that are optimised together: one, or on a fast GPU as many as are fast and fit its memory."""
         if self._room is None:
-            self._room = min(_LARGEST_BATCH, self._fitting()) if self.engine.captures else self.config.batch
+            grows = self.engine.captures and self.recipe.most_steps
+            self._room = min(_LARGEST_BATCH, self._fitting()) if grows else self.config.batch
             self.batch = max(1, self._room // self.config.batch) * self.config.batch
         return self.batch
 
@@ -116,11 +121,11 @@ class Synthesizer:
 
     def trial(self, count: int, steps: int) -> None:
         """Some steps of some images that nobody wants, to time them or to see what memory they take."""
+        steps = min(steps, self.recipe.most_steps)
         watch, self.watch = self.watch, Watch()
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
-            steps = min(steps, self.recipe.synthesis.steps)
             self._optimise(images, balanced_labels(indices, self.geometry.classes), indices, steps, lr=0.1)
         finally:
             self.watch = watch
@@ -149,8 +154,13 @@ class Synthesizer:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
+        steps = self.recipe.steps_in_round(round)
+        if not steps:  # nothing to optimise: noise, or the images of the round before, are the images
+            self.curves, self.strip = [], to_bytes(self.geometry.pixels(images[:1])).cpu()
+            self.watch.advance(len(images))
+            return images
         labels = balanced_labels(indices, self.geometry.classes)
-        return self._optimise(images, labels, keys, self.recipe.steps_in_round(round), self.recipe.lr_in_round(round))
+        return self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
 
     def _optimise(self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float) -> Tensor:
         """Algorithm 1, lines 2-6."""
@@ -162,8 +172,10 @@ class Synthesizer:
             stack.enter_context(frozen(self.student, self._shelf))
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
-            received = f"{self.config.map}_received"
-            self.seen = stack.enter_context(taps(self.teacher, self.config.map, received))  # type: ignore[arg-type]
+            received, needs = f"{self.config.map}_received", self.objective.needs
+            more = {"heads": "heads", "received": "probs_received"}
+            heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
+            self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
             self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
             for step in range(steps):
                 canvas.advance()
@@ -182,8 +194,7 @@ class Synthesizer:
         canvas = self._canvas
         if canvas is None or len(canvas.labels) < count or (len(canvas.labels) != count and not self.engine.captures):
             self._canvas = None  # frees its memory before the next one takes some
-            rounds = range(len(self.recipe.rounds))
-            longest = self._schedule(max(self.recipe.steps_in_round(r) for r in rounds), lr=0.0)
+            longest = self._schedule(self.recipe.most_steps, lr=0.0)
             canvas = _Canvas(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
             canvas.advance = self.engine.repeated(partial(self._step, canvas))
             self._canvas = canvas
@@ -209,33 +220,56 @@ class Synthesizer:
         """One step of every image on the canvas. Nothing here waits for the device: a CUDA graph can hold it."""
         now = canvas.now()
         keys = randomness.fold(canvas.keys, canvas.step)
-        total, parts = self.objective(self._view(canvas.images, canvas.labels, keys, now))
+        total, parts = self.objective(self._view(canvas, keys, now))
         (gradient,) = torch.autograd.grad(total.sum(), canvas.images)
         canvas.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
         canvas.descend(now["lr"])
         canvas.parts = parts
 
-    def _view(self, images: Tensor, labels: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
+    def _view(self, canvas: "_Canvas", keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
+        config, needs, images = self.config, self.objective.needs, canvas.images
+        # Before the images themselves, whose attention is what is seen afterwards.
+        region = self._region(canvas, keys, now) if "regions" in needs else {}
+        jittered = self._jittered(images, keys, now)
+        with self.engine.precision():
+            logits = self.teacher(jittered)
+            if "student" in needs:
+                self.student(jittered)
+        layers, losses = self.geometry.layers, self.engine.losses
+        view = SynthesisView(images, canvas.labels, logits.float(), layers, self.seen[config.map], run=losses, **region)
+        view.keys = canvas.keys
+        view.attention = self._patch_attention(self.seen)
+        if "student" in needs:
+            view.student_attention = self._patch_attention(self.seen_student)
+        if "masks" in needs:
+            view.masks = self._masks(view, now, keys)
+        if "heads" in needs:
+            view.heads = self.seen["heads"]
+        if "received" in needs:
+            view.received = self.seen["probs_received"]
+        return view
+
+    def _jittered(self, images: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> Tensor:
         config = self.config
-        jittered = self.engine.compiled(jitter)(
+        jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,
             roll=now["roll"].long() if config.roll else 0,
             noise=now["noise"] if config.noise else 0.0,
             colour=config.colour,
+            flip=config.flip,
         )
+        return jittered
+
+    def _region(self, canvas: "_Canvas", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a view says of regions: one of each image's, another at each step, seen as an image of its own."""
+        found, keys = regions(canvas.keys, canvas.labels, self.geometry.classes), randomness.fold(keys, "region")
+        chosen = (randomness.uniform(keys) * found.count).long()
+        cells = found.cells.gather(1, chosen[:, None]).squeeze(1)
+        enlarged = self._jittered(quarter(canvas.images, cells), keys, now)
         with self.engine.precision():
-            logits = self.teacher(jittered)
-            if "student" in self.objective.needs:
-                self.student(jittered)
-        layers = self.geometry.layers
-        view = SynthesisView(images, labels, logits.float(), layers, self.seen[config.map], run=self.engine.losses)
-        view.attention = self._patch_attention(self.seen)
-        if "student" in self.objective.needs:
-            view.student_attention = self._patch_attention(self.seen_student)
-        if "masks" in self.objective.needs:
-            view.masks = self._masks(view, now, keys)
-        return view
+            logits = self.teacher(enlarged)
+        return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
     def _patch_attention(self, seen: Taps) -> list[Tensor]:
         received = seen[f"{self.config.map}_received"]
@@ -318,7 +352,7 @@ def synthesize(
     """All synthetic images of one round, in memory."""
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
     shards = torch.arange(recipe.synthesis.images).split(recipe.synthesis.batch)
-    synthesizer.watch.stage("synthesize", recipe.synthesis.images * recipe.synthesis.steps)
+    synthesizer.watch.stage("synthesize", recipe.synthesis.images * max(1, recipe.synthesis.steps))
     return SyntheticSet.concatenate(synthesizer(shard) for shard in shards)
 
 

@@ -58,6 +58,35 @@ def masked_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
     return (mask * (teacher - student)).abs().sum(dim=1) / mask.sum(dim=1)
 
 
+def patch_entropy(outputs: Tensor) -> Tensor:
+    """-H_l of PSAQ-ViT (Li et al. 2022): minus the entropy of patch similarities, of head outputs (B, W, H, Q, D).
+
+    A patch is its head-mean output. Cosine similarities of all pairs of a window, each patch with itself included; all
+    windows give one distribution. Its density is taken at 10 points from the image's least to its largest similarity.
+    """
+    patches = F.normalize(outputs.mean(dim=2), dim=-1)  # (B, W, Q, D)
+    similarity = (patches @ patches.mT).flatten(1)  # (B, pairs)
+    low, high = (end.detach() for end in similarity.aminmax(dim=1, keepdim=True))
+    points = low + (high - low) * torch.linspace(0, 1, 10, device=outputs.device, dtype=outputs.dtype)
+    return -density_entropy(similarity, points)
+
+
+def density_entropy(values: Tensor, points: Tensor, bandwidth: float = 0.01) -> Tensor:
+    """Differential entropy of (B, n) values: Gaussian kernel density p at (B, m) points, trapezoids under -p log p."""
+    distance = (points[:, :, None] - values[:, None]) / bandwidth
+    density = torch.exp(-0.5 * distance.square()).mean(dim=2) / (bandwidth * math.sqrt(2 * math.pi)) + 1e-4
+    return torch.trapezoid(-density * density.log(), points)
+
+
+def prior_difference(received: Tensor, prior: Tensor) -> Tensor:
+    """sum_h MSE(A^c_h, G_h) of one layer (SARDFQ's L_APA), of (B, W, H, Q): mean over patches, sum over heads.
+
+    The prior is scaled to the attention that the patches of each window receive in all, which no image can change.
+    """
+    prior = prior * (received.detach().sum(dim=3, keepdim=True) / prior.sum(dim=3, keepdim=True))
+    return (received - prior).square().mean(dim=(1, 3)).sum(dim=1)
+
+
 def _gram(x: Tensor) -> Tensor:
     """x @ x.mT; its gradient (G + G^T) x as one product with the small G + G^T, where autograd would take two of x."""
     half = x @ x.detach().mT

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maskaq.errors import RecipeError, unknown
-from maskaq.losses import attention, distill, image
+from maskaq.losses import attention, distill, image, targets
+from maskaq.randomness import fold, uniform
 from maskaq.shapes import Layer
 
 Term = Callable[[Any], Tensor]
@@ -52,6 +53,18 @@ class SynthesisView:
     student_attention: Sequence[Tensor] = ()
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
+    keys: Tensor | None = None
+    """(B,): what is random about an image and stays so at every step."""
+    heads: Sequence[Tensor] = ()
+    """The teacher's head outputs, (B*W, H, T, D), one per layer."""
+    received: Sequence[Tensor] = ()
+    """The probability that each token receives in the teacher, (B*W, H, T), one per layer."""
+    regions: targets.Regions | None = None
+    """The parts of each image that are images of their own."""
+    region: Tensor | None = None
+    """(B,) which of them is looked at in this step."""
+    region_logits: Tensor | None = None
+    """The teacher's, of that one."""
     run: LossRunner = LossRunner()
 
     @cached_property
@@ -83,7 +96,7 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it: "student" and "masks"; "heads" and "blocks"."""
+    """What must be computed for it: "student", "masks", "heads", "received", "regions"; "heads" and "blocks"."""
 
     @property
     def doc(self) -> str:
@@ -175,6 +188,63 @@ def attention_alignment(v: SynthesisView) -> Tensor:
     assert v.masks is not None
     layers = zip(v.layers, v.attention, v.student_attention, strict=True)
     return torch.stack([attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]).sum(dim=0)
+
+
+# ---- terms of other methods (docs/METHOD.md, Sec. 5)
+
+
+@synthesis_term(needs=("heads",))
+def patch_entropy(v: SynthesisView) -> Tensor:
+    """PSAQ-ViT: minus the entropy of the similarities of patch outputs, by kernel density, sum over layers."""
+    layers = zip(v.layers, v.heads, strict=True)
+    losses = [v.run(attention.patch_entropy, layer.window_patches(raw).to(v.images.dtype)) for layer, raw in layers]
+    return torch.stack(losses).sum(dim=0)
+
+
+@synthesis_term
+def total_variation_target(v: SynthesisView) -> Tensor:
+    """PSAQ-ViT: distance of the total variation from a target, U(2500, 3000) for each image."""
+    assert v.keys is not None
+    target = 2500 + 500 * uniform(fold(v.keys, "variation")).to(v.images.dtype)
+    return v.run(image.total_variation_target, v.images, target)
+
+
+@synthesis_term(needs=("received",))
+def attention_prior(v: SynthesisView) -> Tensor:
+    """SARDFQ: attention of the later layers (l >= L/2, weight l/L) should be a random Gaussian mixture in each head."""
+    assert v.keys is not None
+    keys, depth, losses = fold(v.keys, "attention prior"), len(v.layers), []
+    for number, (layer, raw) in enumerate(zip(v.layers, v.received, strict=True), start=1):
+        if 2 * number >= depth:
+            received = layer.window_patches(raw).to(v.images.dtype)  # (B, W, H, Q)
+            positions = layer.window_positions(raw.device)
+            prior = v.run(targets.mixtures, fold(keys, number), received.shape[2], positions)
+            losses.append(number / depth * v.run(attention.prior_difference, received, prior))
+    return torch.stack(losses).sum(dim=0)
+
+
+@synthesis_term
+def soft_class_prior(v: SynthesisView) -> Tensor:
+    """SARDFQ: cross-entropy of the teacher's prediction and a random soft label, with the classes of all regions."""
+    assert v.keys is not None
+    labels = v.labels[:, None] if v.regions is None else v.regions.labels
+    present = torch.ones_like(labels, dtype=torch.bool) if v.regions is None else v.regions.present
+    wanted = targets.soft_labels(fold(v.keys, "soft label"), labels, present, v.logits.shape[1])
+    return _soft_cross_entropy(v.logits, wanted)
+
+
+@synthesis_term(needs=("regions",))
+def region_prior(v: SynthesisView) -> Tensor:
+    """SARDFQ: cross-entropy of the teacher's prediction for a region alone, enlarged, and the region's soft label."""
+    assert v.keys is not None and v.regions is not None and v.region is not None and v.region_logits is not None
+    label = v.regions.labels.gather(1, v.region[:, None])  # (B, 1)
+    keys = fold(fold(v.keys, "region label"), v.region)
+    wanted = targets.soft_labels(keys, label, torch.ones_like(label, dtype=torch.bool), v.region_logits.shape[1])
+    return _soft_cross_entropy(v.region_logits, wanted)
+
+
+def _soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(logits, wanted.to(logits.dtype), reduction="none")
 
 
 @calibration_term

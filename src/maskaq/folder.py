@@ -1,0 +1,54 @@
+"""The ceiling test: real images from a folder in place of synthetic ones. A run with them is NOT data-free."""
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from PIL import Image
+from timm.data import create_transform
+from torch import Tensor, nn
+
+from maskaq import randomness
+from maskaq.config import Recipe
+from maskaq.data import SyntheticSet, image_files, read_image, to_bytes
+from maskaq.models import data_config, geometry
+from maskaq.watch import Watch
+
+
+class FolderImages:
+    """Image numbers -> images of a folder, cut and resized by timm's transform for the model. To a run it is what a
+    `Synthesizer` is, but it makes nothing and refreshes nothing.
+
+    Which file has which number depends on the seed and the names of the files.
+    """
+
+    stage = "read real images"
+
+    def __init__(self, teacher: nn.Module, recipe: Recipe, *, seed: int = 0, watch: Watch | None = None) -> None:
+        self.recipe, self.seed, self.watch = recipe, seed, watch or Watch()
+        self.geometry, config = geometry(teacher), data_config(teacher)
+        self.transform = create_transform(**config, is_training=False)
+        self.curves: list[dict[str, float]] = []
+        self.strip = torch.empty(0)
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The file of each image number. Looked for when first needed: a run that has its images needs no folder."""
+        found = image_files(self.recipe.synthesis.folder, self.recipe.synthesis.images)
+        lots = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
+        return [found[place] for place in lots.argsort(stable=True).tolist()]
+
+    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+        """Images of the given numbers, without labels: -1."""
+        images = torch.cat([self._read(self.files[number]) for number in indices.tolist()])
+        self.strip = images[:1]
+        return SyntheticSet(images, torch.full_like(indices, -1), indices)
+
+    def shards_at_once(self, missing: int) -> int:
+        return 1
+
+    def _read(self, file: Path) -> Tensor:
+        """(1, C, H, W) uint8."""
+        image: Image.Image = read_image(str(file), self.geometry.channels)
+        self.watch.advance(1)
+        return to_bytes(self.geometry.pixels(self.transform(image)[None]))  # type: ignore[operator, index]

@@ -19,7 +19,7 @@ LAYERS = [
     {"taps", "quant", "data"},
     {"engine", "deployed"},
     {"synthesis", "evaluation", "inspection"},
-    {"calibration"},
+    {"calibration", "report"},
     {"run"},
     {"results", "bench"},
     {"console"},

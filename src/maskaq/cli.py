@@ -23,6 +23,7 @@ _EXAMPLES = """examples:
   maskaq quantize deit_tiny_patch16_224 --bits w4a4 --recipe quick --out runs/deit_t
   maskaq quantize deit_tiny_patch16_224 --checkpoint deit_t.safetensors --bits w4a8 --data imagenet/val
   maskaq evaluate runs/deit_t --data imagenet/val
+  maskaq report runs/deit_t                            a page to look at, in the run folder
   maskaq list keys                                     every setting, for --set key=value
 
 A run continues where it stopped when the same command is given again."""
@@ -148,6 +149,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", metavar="FILE", help="write the table as JSON too")
     _device_option(sub)
     _data_options(sub, required=True)
+
+    sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
+    sub.add_argument("folders", metavar="RUN", nargs="+", help="run folders")
+    sub.add_argument(
+        "-o", "--out", metavar="FILE.html", help="the page (default: RUN/report.html; compare.html for several runs)"
+    )
+    sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
+    sub.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
 
     sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
     _model_options(sub)

@@ -43,6 +43,10 @@ class DeviceError(MaskaqError):
     """The asked device is not there."""
 
 
+class DependencyError(MaskaqError):
+    """A library of an optional part is not installed."""
+
+
 class RangeError(MaskaqError):
     """A quantizer was used before its range was set, or was given values it cannot cover."""
 

@@ -1,7 +1,7 @@
 """Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,8 @@ from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.report import collect
+from maskaq.report.record import Record
 from maskaq.run import MODEL_FILE, own_torch_modes, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
@@ -147,3 +149,54 @@ def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
     """The table in plain values, as in metrics.json."""
     rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
     return {"data": data, "accuracy": rows}
+
+
+def write_report(
+    runs: Sequence[OpenedRun | str | Path],
+    out: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Path:
+    """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
+
+    Args:
+        out: the page; default: report.html in the run's folder, compare.html here for several.
+    """
+    from maskaq.report import page  # plotly and jinja2 are an extra, and slow to import
+
+    records = [_record(run, device) for run in runs]
+    only = records[0].run.path("report.html") if len(records) == 1 else Path("compare.html")
+    path = Path(out) if out else only
+    if path.suffix != ".html":
+        raise RunFolderError(f"the page is an HTML file: expected a name that ends in .html, got {path}")
+    runfolder.write_bytes_atomic(path, page.html(records).encode())
+    runfolder.write_bytes_atomic(path.with_suffix(".md"), page.markdown(records).encode())
+    return path
+
+
+def _record(run: OpenedRun | str | Path, device: str | torch.device | None) -> Record:
+    """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
+    folder = RunFolder.read(run.folder if isinstance(run, OpenedRun) else run)
+    kept = collect.read(folder)
+    if kept is not None:
+        return Record(folder, kept)
+    recipe, seed = recipe_from_dict(folder.identity["recipe"]), folder.identity["seed"]
+    rounds = collect.images_of_rounds(folder, recipe)
+    if not rounds:
+        raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_calibrate(folder.root)}")
+    models: dict[str, nn.Module] = {}
+    missing = ""
+    try:
+        opened = run if isinstance(run, OpenedRun) else open_run(run)
+        for name, make in {
+            "student": opened.calibrated,
+            "teacher": opened.teacher,
+            "searched": opened.searched,
+        }.items():
+            models[name] = make().to(pick_device(device))
+    except MaskaqError as error:
+        missing = str(error)
+    collected = collect.collect(recipe, seed, rounds, **models)
+    if not missing:  # else a later try may find more
+        collect.write(folder.root, collected)
+    return Record(folder, collected, missing)

@@ -21,15 +21,16 @@ from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.engine import Engine, pick_engine
-from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
+from maskaq.errors import DeviceError, MaskaqError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin
+from maskaq.report import collect
+from maskaq.report.record import STRIP_FILE
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
 MODEL_FILE = "model.safetensors"
-STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way, for whoever wants to look
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def quantize(
         assert images is not None
         if not only_images:
             _save_model(run, student)
+            _collect_report(run, teacher, student, recipe, seed, watch)
     return Result(model=student, folder=Path(out), images=images)
 
 
@@ -205,6 +207,22 @@ def _save_model(run: RunFolder, student: nn.Module) -> None:
     with frozen(student):  # brings the scales that follow their weights up to the last step
         tensors = {name: value.detach().cpu() for name, value in student.state_dict().items()}
     runfolder.write_tensors(run.path(MODEL_FILE), tensors, {"maskaq": maskaq.__version__})
+
+
+def _collect_report(
+    run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int, watch: Watch
+) -> None:
+    """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
+    try:
+        first = collect.first_images(run, recipe, 0, recipe.quantization.range_images)
+        if run.path(collect.FACTS_FILE).exists() or first is None:
+            return
+        searched = quantized_twin(teacher, recipe.quantization)
+        init_ranges_(searched, range_images(teacher, first, recipe), recipe.quantization)
+        models = {"teacher": teacher, "searched": searched, "student": student}
+        collect.write(run.root, collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), **models))
+    except (MaskaqError, RuntimeError) as error:
+        watch.note(f"the run is finished, but nothing was collected for its report: {error}")
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:

@@ -24,7 +24,8 @@ class Chart:
 
 
 def _chart(id: str, title: str, figure: go.Figure, note: str = "", group: str = "") -> Chart:
-    figure.update_layout(template={}, margin={"l": 58, "r": 12, "t": 12, "b": 44}, autosize=True)
+    above = 52 if figure.layout.legend.orientation == "h" else 12  # the legend, and the buttons over it
+    figure.update_layout(template={}, margin={"l": 58, "r": 12, "t": above, "b": 44}, autosize=True)
     return Chart(id, title, note, figure.to_plotly_json(), group)
 
 
@@ -34,10 +35,13 @@ def _lines(curves: Mapping[str, Curve], x: str, y: str = "") -> go.Figure:
     for name, curve in curves.items():
         mode = "lines+markers" if len(curve.x) < 60 else "lines"
         figure.add_scatter(x=curve.x, y=curve.y, name=name, mode=mode, marker={"size": 4}, line={"width": 1.8})
-    for mark in next(iter(curves.values())).marks:
+    marks = [curve.marks for curve in curves.values()]
+    for mark in marks[0] if marks.count(marks[0]) == len(marks) else ():
         figure.add_vline(x=mark, line={"color": _GREY, "width": 1, "dash": "dot"})
     several = len(curves) > 1
     figure.update_layout(showlegend=several, hovermode="x unified" if several else "closest", height=230)
+    if several:
+        figure.update_layout(height=290, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"})
     figure.update_xaxes(title=x)
     figure.update_yaxes(title=y, tickformat="~g")
     return figure
@@ -67,7 +71,7 @@ def distances(records: Sequence[Record]) -> list[Chart]:
     """Attention distance between P and Q, layer by layer, before and after calibration."""
     figures = {kind: go.Figure() for kind in ("relative", "masked")}
     several = len(records) > 1
-    for name, record in zip(run_names(records), records, strict=True):
+    for number, (name, record) in enumerate(zip(run_names(records), records, strict=True)):
         attention = record.facts.get("attention")
         if attention is None:
             continue
@@ -82,6 +86,7 @@ def distances(records: Sequence[Record]) -> list[Chart]:
                     mode="lines+markers",
                     line={"dash": "dot" if model == "searched" else "solid", "width": 2},
                     marker={"size": 6},
+                    meta={"colour": number} if several else None,
                 )
     charts = []
     for kind, title, note in (
@@ -90,7 +95,7 @@ def distances(records: Sequence[Record]) -> list[Chart]:
     ):
         figure = figures[kind]
         if figure.data:
-            figure.update_layout(height=300, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
+            figure.update_layout(height=300, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"})
             figure.update_layout(hovermode="x unified")
             figure.update_xaxes(title="attention layer", dtick=1 if len(figure.data[0].x) <= 12 else None)
             figure.update_yaxes(rangemode="tozero", tickformat="~g")
@@ -98,9 +103,9 @@ def distances(records: Sequence[Record]) -> list[Chart]:
     return charts
 
 
-def layers(record: Record) -> dict[str, Chart]:
-    """Error of every site, size of every layer, sensitivity to every layer."""
-    charts: dict[str, Chart] = {}
+def layers(record: Record) -> dict[str, Chart | None]:
+    """Error of every site, size of every layer, sensitivity to every layer; None where there is no data."""
+    charts: dict[str, Chart | None] = dict.fromkeys(("sites", "sizes", "sensitivity"))
     if sites := record.facts.get("sites"):
         figure = go.Figure()
         for role, symbol in (("weight", "circle"), ("activation", "diamond")):
@@ -116,8 +121,8 @@ def layers(record: Record) -> dict[str, Chart]:
                 mode="markers",
                 marker={"symbol": symbol, "size": 8},
             )
-        figure.update_layout(height=320, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"})
-        figure.update_yaxes(type="log", title="relative squared error", tickformat=".0e")
+        figure.update_layout(height=320, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"})
+        figure.update_yaxes(type="log", title="relative squared error", tickformat="~p", dtick="D2")
         figure.update_xaxes(title="site, in the model's order")
         charts["sites"] = _chart("sites-error", "error of every site", figure)
     if rows := [row for row in record.facts.get("sizes") or () if row["float_bytes"]]:
@@ -128,7 +133,7 @@ def layers(record: Record) -> dict[str, Chart]:
         bits = [32 if row["weight_bits"] == "float" else int(row["weight_bits"]) for row in rows]
         figure.add_bar(x=names, y=bits, name="bits", showlegend=False, row=2, col=1)
         figure.update_layout(
-            height=380, barmode="group", bargap=0.2, legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"}
+            height=380, barmode="group", bargap=0.2, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"}
         )
         figure.update_yaxes(title="kB", row=1, col=1)
         figure.update_yaxes(title="bits of a weight", row=2, col=1)

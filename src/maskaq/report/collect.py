@@ -38,7 +38,8 @@ SAMPLED = 512  # images that predictions and attention distances are averaged ov
 SHOWN = 64  # images in the grid
 CHOSEN = 8  # images whose attention and rounds are shown
 PROBES = 16  # images that pass the sites, and each quantized layer
-_SIDE = 160  # px of the longer side of a stored thumbnail
+_SIDE = 160  # px of the longer side of an image in the grid
+SMALL_SIDE = 112  # px where there are many more: rounds, strips
 _ROUNDS = 8  # at most so many rounds are shown
 _VALUES = 1 << 16  # values of one activation that its site is judged by
 _BATCH = 32
@@ -133,12 +134,12 @@ def _pictures(rounds: Mapping[int, SyntheticSet]) -> tuple[Facts, dict[str, Tens
     last = max(rounds)
     shown = rounds[last][:SHOWN]
     numbers = shown.indices[:CHOSEN]
-    tensors = {"images": _thumbnails(shown.images), "chosen": shown.images[:CHOSEN]}
+    tensors = {"images": thumbnails(shown.images, _SIDE), "chosen": shown.images[:CHOSEN]}
     earlier = []
-    for round in _spread(sorted(rounds), _ROUNDS):
+    for round in spread(sorted(rounds), _ROUNDS):
         images = rounds[round]
         row, column = (numbers[:, None] == images.indices).nonzero(as_tuple=True)  # one may have been lost
-        tensors[f"round_{round:02}"] = _thumbnails(images.images[column])
+        tensors[f"round_{round:02}"] = thumbnails(images.images[column], SMALL_SIDE)
         earlier.append({"round": round, "places": row.tolist()})
     listed = [
         {"number": number, "label": label}
@@ -147,16 +148,16 @@ def _pictures(rounds: Mapping[int, SyntheticSet]) -> tuple[Facts, dict[str, Tens
     return {"round": last, "shown": listed, "rounds": earlier, "names": {}}, tensors
 
 
-def _thumbnails(images: Tensor) -> Tensor:
-    """uint8 images with no side longer than _SIDE."""
-    factor = _SIDE / max(images.shape[-2:])
+def thumbnails(images: Tensor, side: int) -> Tensor:
+    """uint8 images made smaller until no side is longer."""
+    factor = side / max(images.shape[-2:])
     if factor >= 1 or not len(images):
         return images.clone()
     small = F.interpolate(to_pixels(images), scale_factor=factor, mode="bilinear", antialias=True)
     return to_bytes(small)
 
 
-def _spread(items: Sequence[int], count: int) -> list[int]:
+def spread(items: Sequence[int], count: int) -> list[int]:
     """At most so many items, evenly spaced, with the first and the last."""
     if len(items) <= count:
         return list(items)

@@ -12,6 +12,7 @@ from torch import Tensor
 import maskaq
 from maskaq.errors import DependencyError
 from maskaq.report import record as records_of
+from maskaq.report.collect import SMALL_SIDE, spread, thumbnails
 from maskaq.report.record import Record
 
 try:
@@ -24,6 +25,7 @@ except ImportError as error:
         f'a report needs {error.name}, which is not installed: pip install "maskaq[report]", then maskaq report RUN'
     ) from error
 
+_STRIPS = 4  # strips of at most so many rounds: they are many frames
 _LOSSLESS_SIDE = 64  # px: smaller images are shown enlarged, pixel by pixel
 FULL_PRECISION, CALIBRATED = "full precision", "maskaq"
 
@@ -36,7 +38,6 @@ def html(records: Sequence[Record]) -> str:
         "figures": {chart.id: chart.figure for chart in figures},
         "groups": {chart.id: chart.group for chart in figures if chart.group},
         "attention": context.get("maps"),
-        "strips": context.get("strips"),
     }
     return (
         _environment(autoescape=True)
@@ -87,7 +88,7 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
 
 def _all_charts(context: Mapping[str, Any]) -> list["charts.Chart"]:
     stages = [chart for found in context["curves"].values() for chart in found]
-    return [*stages, *context["distances"], *context["layers"].values()]
+    return [*stages, *context["distances"], *filter(None, context["layers"].values())]
 
 
 # ---- what is said in words and tables
@@ -146,7 +147,7 @@ def data_uri(image: Tensor) -> str:
     channels = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)  # no screen shows more than three
     picture, file = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy()), io.BytesIO()
     exact = max(image.shape[-2:]) <= _LOSSLESS_SIDE
-    picture.save(file, *(("PNG",) if exact else ("WEBP",)), **({"optimize": True} if exact else {"quality": 80}))
+    picture.save(file, *(("PNG",) if exact else ("WEBP",)), **({"optimize": True} if exact else {"quality": 75}))
     kind = "png" if exact else "webp"
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
 
@@ -185,8 +186,8 @@ def _rounds(record: Record) -> list[dict[str, Any]]:
 def _strips(record: Record) -> list[dict[str, Any]]:
     """One image from noise to final, and over the refreshes."""
     strips = []
-    for round, images in record.strips.items():
-        steps = record.steps(round)
+    for round in spread(sorted(record.strips), _STRIPS):
+        images, steps = thumbnails(record.strips[round], SMALL_SIDE), record.steps(round)
         if len(steps) != len(images):
             steps = list(range(1, len(images) + 1))
         frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, steps, strict=True)]

@@ -32,9 +32,14 @@ function draw(plot) {
   const figure = DATA.figures[plot.id];
   const layout = themed(structuredClone(figure.layout));
   if (narrow() && layout.legend) layout.legend = { ...layout.legend, font: { size: 11 } };
-  return Plotly.react(plot, structuredClone(figure.data), layout, {
-    displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"],
-    displayModeBar: byTouch ? true : "hover",
+  const data = structuredClone(figure.data);
+  for (const trace of data) { // lines that belong together share a colour
+    if (trace.meta) trace.line = { ...trace.line, color: layout.colorway[trace.meta.colour % layout.colorway.length] };
+  }
+  return Plotly.react(plot, data, layout, {
+    displaylogo: false, responsive: true, displayModeBar: "hover",
+    showSendToCloud: false, // this page sends nothing anywhere
+    modeBarButtonsToRemove: ["lasso2d", "select2d", "sendChartToCloud", "sendDataToCloud", "autoScale2d"],
   });
 }
 
@@ -59,18 +64,17 @@ drawn.then(() => document.documentElement.setAttribute("data-drawn", String(plot
 // ---- one image on its way
 
 function showFrame() {
-  const strip = DATA.strips[Number($("strip-round").value)];
-  const range = $("strip-step");
-  range.max = strip.frames.length - 1;
-  const frame = strip.frames[Math.min(Number(range.value), strip.frames.length - 1)];
+  const films = [...document.querySelectorAll(".film")], range = $("strip-step");
+  films.forEach((film, i) => { film.hidden = i !== Number($("strip-round").value); });
+  const frames = films.find((film) => !film.hidden).children;
+  range.max = frames.length - 1;
+  const frame = frames[Number(range.value)];
   $("strip-image").src = frame.src;
-  $("strip-image").alt = `The image of round ${strip.round} at step ${frame.step}`;
-  $("strip-label").textContent = `round ${strip.round}, step ${frame.step}`;
-  document.querySelectorAll(".film").forEach((film, i) => { film.hidden = i !== Number($("strip-round").value); });
+  $("strip-image").alt = $("strip-label").textContent = frame.alt;
 }
 if ($("strip-step")) {
   $("strip-step").addEventListener("input", showFrame);
-  $("strip-round").addEventListener("change", () => { $("strip-step").value = $("strip-step").max = 99; showFrame(); });
+  $("strip-round").addEventListener("change", () => { $("strip-step").max = $("strip-step").value = 999; showFrame(); });
   showFrame();
 }
 
@@ -97,7 +101,9 @@ function attention(facts) {
     const context = canvas.getContext("2d"), picture = pictures[image];
     canvas.width = side; canvas.height = Math.round((side * picture.naturalHeight) / picture.naturalWidth);
     context.imageSmoothingEnabled = picture.naturalWidth > 64;
+    context.filter = model >= 0 ? "grayscale(1)" : "none"; // below a map, colours would mix with the map's
     context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+    context.filter = "none";
     const w = canvas.width / columns, h = canvas.height / rows;
     if (model >= 0) {
       const map = layer.maps.subarray((model * count + image) * patches, (model * count + image + 1) * patches);

@@ -24,7 +24,7 @@ class Chart:
 
 
 def _chart(id: str, title: str, figure: go.Figure, note: str = "", group: str = "") -> Chart:
-    above = 52 if figure.layout.legend.orientation == "h" else 12  # the legend, and the buttons over it
+    above = 46 if figure.layout.legend.orientation == "h" else 12  # the legend, and the buttons over it
     figure.update_layout(template={}, margin={"l": 58, "r": 12, "t": above, "b": 44}, autosize=True)
     return Chart(id, title, note, figure.to_plotly_json(), group)
 

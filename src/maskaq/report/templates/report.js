@@ -28,9 +28,10 @@ function themed(layout) {
   return result;
 }
 
-function draw(plot) {
+function draw(plot, width) {
   const figure = DATA.figures[plot.id];
   const layout = themed(structuredClone(figure.layout));
+  if (width) Object.assign(layout, { width, autosize: false });
   if (narrow() && layout.legend) layout.legend = { ...layout.legend, font: { size: 11 } };
   const data = structuredClone(figure.data);
   for (const trace of data) { // lines that belong together share a colour
@@ -58,7 +59,7 @@ function zoomTogether(plot) {
 
 const plots = [...document.querySelectorAll(".plot")];
 const drawn = Promise.all(plots.map((plot) => draw(plot).then(() => zoomTogether(plot))));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach(draw));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plots.forEach((plot) => draw(plot)));
 drawn.then(() => document.documentElement.setAttribute("data-drawn", String(plots.length)));
 
 // ---- one image on its way
@@ -141,7 +142,16 @@ function attention(facts) {
 }
 if (DATA.attention) attention(DATA.attention);
 
-// a closed <details> prints open
+// ---- on paper: everything open, charts in the colours and width of a page
+
 const closed = [];
-addEventListener("beforeprint", () => document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; closed.push(d); }));
-addEventListener("afterprint", () => closed.splice(0).forEach((d) => { d.open = false; }));
+addEventListener("beforeprint", () => {
+  document.documentElement.classList.add("paper");
+  document.querySelectorAll("details:not([open])").forEach((d) => { d.open = true; closed.push(d); });
+  plots.forEach((plot) => draw(plot, plot.closest(".charts") ? 330 : 680));
+});
+addEventListener("afterprint", () => {
+  document.documentElement.classList.remove("paper");
+  closed.splice(0).forEach((d) => { d.open = false; });
+  plots.forEach((plot) => draw(plot));
+});

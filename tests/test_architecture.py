@@ -19,7 +19,7 @@ LAYERS = [
     {"taps", "quant", "data"},
     {"engine", "deployed"},
     {"synthesis", "folder", "evaluation", "inspection", "pretrained", "export"},
-    {"calibration"},
+    {"calibration", "report"},
     {"run"},
     {"results", "bench"},
     {"console"},

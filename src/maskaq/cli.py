@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
   maskaq quantize deit_tiny_patch16_224 --checkpoint deit_t.safetensors --bits w4a8 --data imagenet/val
   maskaq evaluate runs/deit_t --data imagenet/val
   maskaq export runs/deit_t --format onnx              a file for ONNX Runtime or OpenVINO, verified
+  maskaq report runs/deit_t                            a page to look at, in the run folder
   maskaq list keys                                     every setting, for --set key=value
 
 A run continues where it stopped when the same command is given again."""
@@ -162,6 +163,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("-o", "--output", metavar="FILE", help="default: model.onnx or model.pt2 in the run folder")
     _data_options(sub, required=False)
+
+    sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
+    sub.add_argument("folders", metavar="RUN", nargs="+", help="run folders")
+    sub.add_argument(
+        "-o", "--out", metavar="FILE.html", help="the page (default: RUN/report.html; compare.html for several runs)"
+    )
+    sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
+    sub.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
 
     sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
     _model_options(sub)

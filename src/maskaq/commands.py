@@ -26,7 +26,7 @@ from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes, to_dict
 from maskaq.data import TensorImages, image_folder, to_pixels
 from maskaq.engine import pick_engine
-from maskaq.errors import DataError, ModelError, RecipeError, RunFolderError, unknown
+from maskaq.errors import CheckpointError, DataError, MaskaqError, ModelError, RecipeError, RunFolderError, unknown
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.export import export as write_export
@@ -113,6 +113,10 @@ def _run(
         console.print(draw.won_back(table))
         results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
+    try:
+        console.print(f"report: {results.write_report([args.out], device=device)}")
+    except MaskaqError as error:  # the model is made; a page without its libraries must not look like a failed run
+        console.print(f"no report: {error}")
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 
@@ -214,6 +218,14 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
         facts |= run.surroundings(torch.device("cpu")) | {"speeds": [speed.to_dict() for speed in speeds]}
         facts |= {"products": counts} | (results.metrics(accuracy, args.data) if accuracy else {})
         runfolder.write_json_atomic(args.json, facts)
+
+
+def report(args: argparse.Namespace, console: Console) -> None:
+    if args.checkpoint and len(args.folders) > 1:
+        raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
+    runs = [_opened(args.folders[0], args.checkpoint)] if args.checkpoint else args.folders
+    page = results.write_report(runs, args.out, device=args.device)
+    console.print(f"report: {page} ({draw.size(page.stat().st_size)}), and {page.with_suffix('.md').name} beside it")
 
 
 def inspect(args: argparse.Namespace, console: Console) -> None:

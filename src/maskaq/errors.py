@@ -51,6 +51,10 @@ class ExportError(MaskaqError):
     """A model cannot be written in the asked format, packages for it are missing, or the file computes otherwise."""
 
 
+class DependencyError(MaskaqError):
+    """A library of an optional part is not installed."""
+
+
 class RangeError(MaskaqError):
     """A quantizer was used before its range was set, or was given values it cannot cover."""
 

@@ -1,7 +1,7 @@
 """Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
 
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,11 @@ from maskaq.data import SyntheticSet
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError
 from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
-from maskaq.models.load import load_model
+from maskaq.models.load import load_model, rebuild
 from maskaq.pretrained import add_metrics, from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.report import collect
+from maskaq.report.record import Record
 from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
@@ -97,6 +99,17 @@ class OpenedRun:
             )
         return model
 
+    @own_torch_modes()
+    def student(self) -> nn.Module:
+        """The student of the newest checkpoint, with its quantizers: what `calibrated` is made from."""
+        saved = RunFolder.read(self.folder).load_checkpoint()
+        if saved is None:
+            raise RunFolderError(f"{self.folder} has no checkpoint: {_calibrate(self.folder)}")
+        tensors, progress = saved
+        student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
+        student.load_state_dict(runfolder.restore_state(tensors, progress["layout"])["student"])
+        return student
+
     def images(self) -> SyntheticSet:
         """The synthetic images of the latest round that is there."""
         run, rounds = RunFolder.read(self.folder), range(len(self.recipe.rounds))
@@ -160,3 +173,54 @@ def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
     """The table in plain values, as in metrics.json."""
     rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
     return {"data": data, "accuracy": rows}
+
+
+def write_report(
+    runs: Sequence[OpenedRun | str | Path],
+    out: str | Path | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> Path:
+    """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
+
+    Args:
+        out: the page; default: report.html in the run's folder, compare.html here for several.
+    """
+    from maskaq.report import page  # plotly and jinja2 are an extra, and slow to import
+
+    records = [_record(run, device) for run in runs]
+    only = records[0].run.path("report.html") if len(records) == 1 else Path("compare.html")
+    path = Path(out) if out else only
+    if path.suffix != ".html":
+        raise RunFolderError(f"the page is an HTML file: expected a name that ends in .html, got {path}")
+    runfolder.write_bytes_atomic(path, page.html(records).encode())
+    runfolder.write_bytes_atomic(path.with_suffix(".md"), page.markdown(records).encode())
+    return path
+
+
+def _record(run: OpenedRun | str | Path, device: str | torch.device | None) -> Record:
+    """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
+    folder = RunFolder.read(run.folder if isinstance(run, OpenedRun) else run)
+    kept = collect.read(folder)
+    if kept is not None:
+        return Record(folder, kept)
+    recipe, seed = recipe_from_dict(folder.identity["recipe"]), folder.identity["seed"]
+    rounds = collect.images_of_rounds(folder, recipe)
+    if not rounds:
+        raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_calibrate(folder.root)}")
+    models: dict[str, nn.Module] = {}
+    missing = ""
+    try:
+        opened = run if isinstance(run, OpenedRun) else open_run(run)
+        for name, make in {
+            "student": opened.student,
+            "teacher": opened.teacher,
+            "searched": opened.searched,
+        }.items():
+            models[name] = make().to(pick_device(device))
+    except MaskaqError as error:
+        missing = str(error)
+    collected = collect.collect(recipe, seed, rounds, **models)
+    if not missing:  # else a later try may find more
+        collect.write(folder.root, collected)
+    return Record(folder, collected, missing)

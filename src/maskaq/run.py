@@ -22,10 +22,12 @@ from maskaq.calibration import Calibrator
 from maskaq.config import Recipe, load_recipe, to_dict, to_toml
 from maskaq.data import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
-from maskaq.errors import DeviceError, ModelError, RecipeError, RunFolderError, SynthesisError
+from maskaq.errors import DeviceError, MaskaqError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.folder import FolderImages
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.report import collect
+from maskaq.report.record import STRIP_FILE
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
@@ -33,7 +35,6 @@ from maskaq.watch import Watch
 QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 ImageSource = Synthesizer | FolderImages
-STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way, for whoever wants to look
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def quantize(
         assert images is not None
         if not only_images and not finished:
             _save_model(run, student, source)
+        if not only_images:
+            _collect_report(run, teacher, student, recipe, seed, watch)
     return Result(model=student, folder=Path(out), images=images)
 
 
@@ -227,6 +230,22 @@ def _save_model(run: RunFolder, student: nn.Module, source: dict[str, Any] | Non
     if run.path("metrics.json").exists():  # measured before the folder was lost
         made["metrics"] = pretrained.metrics_to_show(run.read_json("metrics.json"))
     pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
+
+
+def _collect_report(
+    run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int, watch: Watch
+) -> None:
+    """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
+    try:
+        first = collect.first_images(run, recipe, 0, recipe.quantization.range_images)
+        if run.path(collect.FACTS_FILE).exists() or first is None:
+            return
+        searched = quantized_twin(teacher, recipe.quantization)
+        init_ranges_(searched, range_images(teacher, first, recipe), recipe.quantization)
+        models = {"teacher": teacher, "searched": searched, "student": student}
+        collect.write(run.root, collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), **models))
+    except (MaskaqError, RuntimeError) as error:
+        watch.note(f"the run is finished, but nothing was collected for its report: {error}")
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:

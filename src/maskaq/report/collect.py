@@ -1,0 +1,412 @@
+"""What a report needs of the models: predictions, attention, sites and sensitivity on some of the synthetic images.
+
+Collected once, when a run has ended and its models are at hand: the page can be made later, from the folder alone.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import ImageNetInfo
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq import randomness, runfolder
+from maskaq.config import Recipe
+from maskaq.data import SyntheticSet, to_bytes, to_pixels
+from maskaq.errors import RunFolderError
+from maskaq.information import information_report
+from maskaq.inspection import inspect_model
+from maskaq.losses.attention import masked_difference
+from maskaq.losses.terms import SynthesisView
+from maskaq.models import geometry
+from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
+from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.twin import frozen, quantizers
+from maskaq.runfolder import RunFolder
+from maskaq.synthesis import Synthesizer
+from maskaq.taps import taps
+
+FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
+FORMAT = 1
+
+SAMPLED = 512  # images that predictions and attention distances are averaged over
+SHOWN = 64  # images in the grid
+CHOSEN = 8  # images whose attention and rounds are shown
+PROBES = 16  # images that pass the sites, and each quantized layer
+_SIDE = 160  # px of the longer side of an image in the grid
+SMALL_SIDE = 112  # px where there are many more: rounds, strips
+_ROUNDS = 8  # at most so many rounds are shown
+_VALUES = 1 << 16  # values of one activation that its site is judged by
+_BATCH = 32
+_SLOTS = ("weight_quantizer", "input_quantizer", "a_quantizer", "b_quantizer")
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """`facts` are plain values, one entry for each part of the page; None is a part that could not be had."""
+
+    facts: Facts
+    tensors: dict[str, Tensor]
+
+
+@torch.no_grad()
+def collect(
+    recipe: Recipe,
+    seed: int,
+    rounds: Mapping[int, SyntheticSet],
+    *,
+    teacher: nn.Module | None = None,
+    searched: nn.Module | None = None,
+    student: nn.Module | None = None,
+) -> Collected:
+    """All that a report says of the models.
+
+    Args:
+        rounds: the first images of each round.
+        teacher: P; without it there are no predictions, no attention and no sensitivity.
+        searched: Q before calibration.
+        student: Q after it; without it there are no sites.
+    """
+    began = time.monotonic()
+    images = rounds[max(rounds)]
+    facts: Facts = dict.fromkeys(("model", "attention", "sites", "sizes", "sensitivity", "information"))
+    facts["images"], tensors = _pictures(rounds)
+    if student is not None:
+        facts["sites"] = _sites(student, images[:PROBES])
+    if teacher is not None and searched is not None and student is not None:
+        models = {"teacher": teacher, "searched": searched, "student": student}
+        seen = {name: _look(model, images[:SAMPLED]) for name, model in models.items()}
+        facts["model"] = _model(teacher)
+        _add_predictions(facts["images"], seen, _class_names(teacher))
+        facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
+        facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
+        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES])
+        facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
+        tensors |= maps
+    facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
+    return Collected(_finite(facts), tensors)
+
+
+def write(folder: str | Path, collected: Collected) -> None:
+    """Into the run folder; the facts last, as they say that the tensors are there."""
+    runfolder.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
+    runfolder.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts)
+
+
+def read(run: RunFolder) -> Collected | None:
+    """What `write` put there; None where nothing was collected yet."""
+    if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
+        return None
+    facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or "images" not in facts:
+        raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
+    return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
+
+
+def first_images(run: RunFolder, recipe: Recipe, round: int, count: int) -> SyntheticSet | None:
+    """The images of a round with the smallest numbers, from as few shards as hold them; None where there are none."""
+    shards = [shard for shard in range(-(-count // recipe.synthesis.batch)) if run.has_shard(round, shard)]
+    if not shards:
+        return None
+    return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(round, shard)) for shard in shards)[:count]
+
+
+def images_of_rounds(run: RunFolder, recipe: Recipe) -> dict[int, SyntheticSet]:
+    """Round -> its first images: many of the latest, which everything is measured on, few of those before."""
+    there = [round for round in range(len(recipe.rounds)) if run.shards(round)]
+    counts = {round: SAMPLED if round == there[-1] else CHOSEN for round in there}
+    found = {round: first_images(run, recipe, round, count) for round, count in counts.items()}
+    return {round: images for round, images in found.items() if images is not None and len(images)}
+
+
+# ---- images
+
+
+def _pictures(rounds: Mapping[int, SyntheticSet]) -> tuple[Facts, dict[str, Tensor]]:
+    """Thumbnails of the latest round, and of its first images in the rounds before."""
+    last = max(rounds)
+    shown = rounds[last][:SHOWN]
+    numbers = shown.indices[:CHOSEN]
+    tensors = {"images": thumbnails(shown.images, _SIDE), "chosen": shown.images[:CHOSEN]}
+    earlier = []
+    for round in spread(sorted(rounds), _ROUNDS):
+        images = rounds[round]
+        row, column = (numbers[:, None] == images.indices).nonzero(as_tuple=True)  # one may have been lost
+        tensors[f"round_{round:02}"] = thumbnails(images.images[column], SMALL_SIDE)
+        earlier.append({"round": round, "places": row.tolist()})
+    listed = [
+        {"number": number, "label": label}
+        for number, label in zip(shown.indices.tolist(), shown.labels.tolist(), strict=True)
+    ]
+    return {"round": last, "shown": listed, "rounds": earlier, "names": {}}, tensors
+
+
+def thumbnails(images: Tensor, side: int) -> Tensor:
+    """uint8 images made smaller until no side is longer."""
+    factor = side / max(images.shape[-2:])
+    if factor >= 1 or not len(images):
+        return images.clone()
+    small = F.interpolate(to_pixels(images), scale_factor=factor, mode="bilinear", antialias=True)
+    return to_bytes(small)
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """At most so many items, evenly spaced, with the first and the last."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+# ---- what the models say and attend to
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a model made of n images."""
+
+    probs: Tensor
+    """(n, C) predictions."""
+    received: dict[str, list[Tensor]]
+    """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
+
+
+def _look(model: nn.Module, images: SyntheticSet) -> Seen:
+    device = next(model.parameters()).device
+    facts = geometry(model).to(device)
+    probs: list[Tensor] = []
+    received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
+    with _held(model), taps(model, "scores_received", "probs_received") as seen:
+        for part in images.images.split(_BATCH):
+            logits = model(facts.normalise(to_pixels(part.to(device))))
+            probs.append(logits.float().softmax(dim=1).cpu())
+            for kind, batches in received.items():
+                rows = zip(facts.layers, seen[f"{kind}_received"], strict=True)
+                batches.append([layer.patch_attention(row.float()).cpu() for layer, row in rows])
+    joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
+    return Seen(torch.cat(probs), joined)
+
+
+def _held(model: nn.Module) -> Any:
+    """A student's weights quantized once."""
+    return frozen(model) if quantizers(model) else nullcontext()
+
+
+def _model(teacher: nn.Module) -> Facts:
+    facts = geometry(teacher)
+    return {
+        "class": type(teacher).__name__,
+        "parameters": sum(p.numel() for p in teacher.parameters()),
+        "image_size": list(facts.image_size),
+        "classes": facts.classes,
+    }
+
+
+def _class_names(teacher: nn.Module) -> list[str]:
+    """Names of the classes where they are known: the model's own, or ImageNet's for a model of 1,000 classes."""
+    known = getattr(teacher, "pretrained_cfg", None) or {}
+    names, classes = known.get("label_names"), geometry(teacher).classes
+    if not names and classes == 1000:
+        info = ImageNetInfo()
+        names = [info.index_to_description(i) for i in range(classes)]
+    return [str(name) for name in names] if names and len(names) == classes else []
+
+
+def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], names: list[str]) -> None:
+    """Confidence, agreement and class names, beside the images they are of."""
+    p, q = seen["teacher"].probs, seen["student"].probs
+    agreement = {name: (seen[name].probs.argmax(dim=1) == p.argmax(dim=1)).float().mean().item() for name in seen}
+    pictures |= {"sampled": len(p), "agreement": agreement}
+    for i, picture in enumerate(pictures["shown"]):
+        top, by_student = int(p[i].argmax()), int(q[i].argmax())
+        picture |= {"teacher": top, "confidence": p[i, picture["label"]].item()}
+        picture |= {"student": by_student, "student_confidence": q[i, picture["label"]].item()}
+        picture |= {"agree": top == by_student}
+        pictures["names"] |= {str(c): names[c] for c in (picture["label"], top, by_student) if names}
+
+
+def _attention(
+    recipe: Recipe,
+    seed: int,
+    round: int,
+    images: SyntheticSet,
+    teacher: nn.Module,
+    student: nn.Module,
+    seen: Mapping[str, Seen],
+) -> tuple[Facts, dict[str, Tensor]]:
+    """Maps of the chosen images, their masks, and the distance between P and Q layer by layer."""
+    layers, kind = geometry(teacher).layers, recipe.synthesis.map
+    chosen = images[:CHOSEN]
+    regions, thinned = _masks(recipe, seed, round, images[:SAMPLED], teacher, student, seen["teacher"].received[kind])
+    tensors: dict[str, Tensor] = {}
+    for i in range(len(layers)):
+        maps = torch.stack([seen[name].received[kind][i][: len(chosen)] for name in seen])  # (models, images, N)
+        low, high = maps.amin(dim=(0, 2), keepdim=True), maps.amax(dim=(0, 2), keepdim=True)
+        tensors[f"attention_{i:02}"] = to_bytes((maps - low) / (high - low).clamp(min=1e-12))
+    for grid in thinned:
+        name = "{}x{}".format(*grid)
+        tensors[f"region_{name}"] = regions[grid][: len(chosen)].to(torch.uint8)
+        tensors[f"thinned_{name}"] = thinned[grid][: len(chosen)].to(torch.uint8)
+
+    def distances(name: str) -> Facts:
+        relative, masked = [], []
+        for i, layer in enumerate(layers):
+            p, q = (seen[model].received["probs"][i] for model in ("teacher", name))
+            relative.append(((p - q).abs().sum(dim=1) / p.sum(dim=1)).mean().item())
+            p, q = (seen[model].received[kind][i] for model in ("teacher", name))
+            masked.append(masked_difference(p, q, thinned[layer.grid].float()).mean().item())
+        return {"relative": relative, "masked": masked}
+
+    facts = {
+        "map": kind,
+        "layers": [{"name": layer.attention, "grid": list(layer.grid)} for layer in layers],
+        "models": list(seen),
+        "sampled": len(seen["teacher"].probs),
+        "distance": {name: distances(name) for name in seen if name != "teacher"},
+    }
+    return facts, tensors
+
+
+def _masks(
+    recipe: Recipe,
+    seed: int,
+    round: int,
+    images: SyntheticSet,
+    teacher: nn.Module,
+    student: nn.Module,
+    attention: list[Tensor],
+) -> tuple[dict[tuple[int, int], Tensor], dict[tuple[int, int], Tensor]]:
+    """m and m' of each grid, by the rule and with the random numbers of the round's last step (Eqs. 11-13).
+
+    The images are as that step left them, and not jittered as they were in it.
+    """
+    synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
+    steps = recipe.steps_in_round(round)
+    now = {name: torch.tensor(values[-1]) for name, values in synthesizer._schedule(steps, lr=0.0).items()}
+    keys = randomness.fold(randomness.fold(randomness.image_keys(seed, images.indices), round), 0)
+    keys = randomness.fold(keys, torch.tensor([steps - 1]))
+    unseen = torch.empty(0)
+    view = SynthesisView(unseen, images.labels, unseen, geometry(teacher).layers, (), attention=attention)
+    whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
+    return synthesizer._masks(view, whole, keys), synthesizer._masks(view, now, keys)
+
+
+# ---- layers
+
+
+def _sites(student: nn.Module, images: SyntheticSet) -> list[Facts]:
+    """Error, range and use of the levels, for every weight and every activation that is quantized."""
+    device = next(student.parameters()).device
+    rows: dict[str, Facts] = {}
+    handles = []
+    for name, module in student.named_modules():
+        if isinstance(module, QuantWeightMixin) and isinstance(module.weight_quantizer, Quantizer):
+            rows[f"{name}.weight_quantizer"] = _site(module.weight_quantizer, module.weight)
+
+    def listener(name: str) -> Any:
+        return lambda module, inputs: rows.update({name: _site(module, _sample(inputs[0]))})
+
+    try:
+        for name, quantizer in quantizers(student).items():
+            if quantizer.site.role == "activation":
+                handles.append(quantizer.register_forward_pre_hook(listener(name)))
+        with _held(student):
+            student(geometry(student).to(device).normalise(to_pixels(images.images.to(device))))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [rows[name] for name in quantizers(student) if name in rows]
+
+
+def _sample(x: Tensor) -> Tensor:
+    flat = x.flatten()
+    return flat[:: -(-flat.numel() // _VALUES)]
+
+
+def _site(quantizer: Quantizer, x: Tensor) -> Facts:
+    codes = quantizer.codes(x)
+    low, high = (quantizer.dequantize(torch.full_like(codes, code)) for code in (quantizer.low, quantizer.high))
+    half = (high - low) / (quantizer.high - quantizer.low) * 0.5001  # a value half a step out is rounded, not cut
+    error = (x - quantizer.dequantize(codes)).square().mean() / x.square().mean().clamp(min=1e-30)
+    levels = quantizer.high - quantizer.low + 1
+    return {
+        "site": quantizer.site.name,
+        "role": quantizer.site.role,
+        "bits": quantizer.site.bits,
+        "low": low.min().item(),
+        "high": high.max().item(),
+        "smallest": x.min().item(),
+        "largest": x.max().item(),
+        "error": error.item(),
+        "saturated": ((x > high + half) | (x < low - half)).float().mean().item(),
+        "unused": levels - len(codes.unique()),
+        "levels": levels,
+    }
+
+
+def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor) -> list[Facts]:
+    """What quantizing one layer alone, weights and inputs, does to the teacher's predictions; the whole model first."""
+    device = next(searched.parameters()).device
+    pixels = geometry(searched).to(device).normalise(to_pixels(images.images.to(device)))
+
+    def row(name: str) -> Facts:
+        probs = searched(pixels).float().softmax(dim=1).cpu()
+        kl = (expected * (expected.clamp(min=1e-12).log() - probs.clamp(min=1e-12).log())).sum(dim=1).mean()
+        same = (probs.argmax(dim=1) == expected.argmax(dim=1)).float().mean()
+        return {"layer": name, "kl": max(0.0, kl.item()), "agreement": same.item()}
+
+    rows = [row("all")]
+    with _in_float(searched) as layers:
+        for name, slots in layers.items():
+            module = searched.get_submodule(name)
+            for slot, quantizer in slots.items():
+                setattr(module, slot, quantizer)
+            rows.append(row(name))
+            for slot in slots:
+                setattr(module, slot, nn.Identity())
+    return rows
+
+
+@contextmanager
+def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
+    """The student without its quantizers; gives them, by layer and slot."""
+    layers = {
+        name: {slot: getattr(module, slot) for slot in _SLOTS if isinstance(getattr(module, slot, None), Quantizer)}
+        for name, module in student.named_modules()
+        if isinstance(module, QuantWeightMixin | QuantMatmul)
+    }
+    try:
+        for name, slots in layers.items():
+            for slot in slots:
+                setattr(student.get_submodule(name), slot, nn.Identity())
+        yield {name: slots for name, slots in layers.items() if slots}
+    finally:
+        for name, slots in layers.items():
+            for slot, quantizer in slots.items():
+                setattr(student.get_submodule(name), slot, quantizer)
+
+
+def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:
+    """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and attention on the sampled images.
+
+    The informative region is told by the attention that the patches of the teacher's last layer receive.
+    """
+    regions = teacher.received["probs"][-1]
+    found = information_report(teacher.probs.cpu(), student.probs.cpu(), labels.cpu(), regions.float().cpu())
+    return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
+
+
+def _finite(value: Any) -> Any:
+    """The same tree with None for what is not a finite number: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

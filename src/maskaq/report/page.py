@@ -1,0 +1,223 @@
+"""The page: records of runs -> one HTML file that needs nothing else, and a Markdown file for a pull request."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import maskaq
+from maskaq.errors import DependencyError
+from maskaq.report import record as records_of
+from maskaq.report.collect import SMALL_SIDE, spread, thumbnails
+from maskaq.report.record import Record
+
+try:
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    from maskaq.report import charts
+except ImportError as error:
+    raise DependencyError(
+        f'a report needs {error.name}, which is not installed: pip install "maskaq[report]", then maskaq report RUN'
+    ) from error
+
+_STRIPS = 4  # strips of at most so many rounds: they are many frames
+_LOSSLESS_SIDE = 64  # px: smaller images are shown enlarged, pixel by pixel
+FULL_PRECISION, CALIBRATED = "full precision", "maskaq"
+
+
+def html(records: Sequence[Record]) -> str:
+    """One self-contained page: of one run in full, of several side by side."""
+    context = _context(records)
+    figures = [*_all_charts(context)]
+    data = {
+        "figures": {chart.id: chart.figure for chart in figures},
+        "groups": {chart.id: chart.group for chart in figures if chart.group},
+        "attention": context.get("maps"),
+    }
+    return (
+        _environment(autoescape=True)
+        .get_template("report.html.j2")
+        .render(**context, data=data, plotly_js=get_plotlyjs())
+    )
+
+
+def markdown(records: Sequence[Record]) -> str:
+    return _environment(autoescape=False).get_template("report.md.j2").render(**_context(records, pictures=False))
+
+
+def _environment(autoescape: bool) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("maskaq.report"),
+        autoescape=autoescape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"duration": duration, "size": size, "figure": figure, "cell": cell}
+    environment.filters |= filters  # type: ignore[assignment]
+    return environment
+
+
+def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]:
+    names = charts.run_names(records)
+    context: dict[str, Any] = {
+        "version": maskaq.__version__,
+        "names": names,
+        "records": records,
+        "several": len(records) > 1,
+        "title": f"{records[0].model} {records[0].recipe.quantization.bits}" if len(records) == 1 else "Runs compared",
+        "differences": records_of.differences(records),
+        "curves": charts.curves(records) if pictures else {},
+        "distances": charts.distances(records) if pictures else [],
+        "won_back": [won_back(record) for record in records],
+        "worst": [worst(record) for record in records],
+        "sensitive": [sensitive(record) for record in records],
+    }
+    if pictures:
+        context["layers"] = charts.layers(records[0]) if len(records) == 1 else {}
+        context["grids"] = [_grid(record, len(records)) for record in records]
+        if len(records) == 1:
+            context |= {"rounds": _rounds(records[0]), "strips": _strips(records[0]), "maps": _maps(records[0])}
+    return context
+
+
+def _all_charts(context: Mapping[str, Any]) -> list["charts.Chart"]:
+    stages = [chart for found in context["curves"].values() for chart in found]
+    return [*stages, *context["distances"], *filter(None, context["layers"].values())]
+
+
+# ---- what is said in words and tables
+
+
+def won_back(record: Record) -> float | None:
+    """Share of the top-1 that rounding to nearest loses and calibration has won back."""
+    rows = record.accuracy
+    if not {FULL_PRECISION, "round to nearest", CALIBRATED} <= rows.keys():
+        return None
+    full, nearest, ours = (rows[name]["top1"] for name in (FULL_PRECISION, "round to nearest", CALIBRATED))
+    return (ours - nearest) / (full - nearest) if full - nearest > 1 else None
+
+
+def worst(record: Record, count: int = 10) -> list[dict[str, Any]]:
+    """The sites with the largest relative error."""
+    sites = record.facts.get("sites") or []
+    return sorted(sites, key=lambda site: -(site["error"] or 0.0))[:count]
+
+
+def sensitive(record: Record, count: int = 10) -> list[dict[str, Any]]:
+    """The layers that hurt most when they alone are quantized."""
+    rows = record.facts.get("sensitivity") or []
+    return sorted(rows[1:], key=lambda row: -(row["kl"] or 0.0))[:count]
+
+
+def duration(seconds: float) -> str:
+    """90 -> 1:30; 5000 -> 1:23:20; below ten seconds with a decimal."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02} h" if hours else f"{minutes}:{s:02} min"
+
+
+def size(bytes: float) -> str:
+    return f"{bytes / 1e6:.2f} MB" if bytes >= 1e6 else f"{bytes / 1e3:.1f} kB"
+
+
+def figure(value: float | None, format: str = ".3g") -> str:
+    return "-" if value is None else f"{value:{format}}"
+
+
+def cell(value: Any) -> str:
+    """A setting as one writes it."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(cell(item) for item in value) + "]"
+    return f"{value:g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+# ---- pictures
+
+
+def data_uri(image: Tensor) -> str:
+    """(C, H, W) uint8 -> an image inside the page: exact where it is small, WebP where it is not."""
+    channels = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)  # no screen shows more than three
+    picture, file = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy()), io.BytesIO()
+    exact = max(image.shape[-2:]) <= _LOSSLESS_SIDE
+    picture.save(file, *(("PNG",) if exact else ("WEBP",)), **({"optimize": True} if exact else {"quality": 75}))
+    kind = "png" if exact else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _name(record: Record, label: int) -> str:
+    return str(record.facts["images"]["names"].get(str(label), f"class {label}")).split(",")[0]
+
+
+def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
+    """The images with their labels, what the teacher thinks of them and whether the student thinks the same."""
+    pictures = record.facts["images"]["shown"]
+    if runs > 1:
+        pictures = pictures[:8]
+    return [
+        picture
+        | {
+            "src": data_uri(image),
+            "name": _name(record, picture["label"]),
+            "teacher_name": _name(record, picture.get("teacher", -1)),
+            "student_name": _name(record, picture.get("student", -1)),
+        }
+        for picture, image in zip(pictures, record.collected.tensors["images"], strict=False)
+    ]
+
+
+def _rounds(record: Record) -> list[dict[str, Any]]:
+    """Round by round, the same images."""
+    rows = []
+    for entry in record.facts["images"]["rounds"]:
+        images = record.collected.tensors[f"round_{entry['round']:02}"]
+        shown = {place: data_uri(image) for place, image in zip(entry["places"], images, strict=True)}
+        rows.append({"round": entry["round"] + 1, "images": shown})
+    return rows if len(rows) > 1 else []
+
+
+def _strips(record: Record) -> list[dict[str, Any]]:
+    """One image from noise to final, and over the refreshes."""
+    strips = []
+    for round in spread(sorted(record.strips), _STRIPS):
+        images, steps = thumbnails(record.strips[round], SMALL_SIDE), record.steps(round)
+        if len(steps) != len(images):
+            steps = list(range(1, len(images) + 1))
+        frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, steps, strict=True)]
+        strips.append({"round": round + 1, "frames": frames})
+    return strips
+
+
+def _maps(record: Record) -> dict[str, Any] | None:
+    """What the page draws attention from: bytes of the maps and masks, and the images below them."""
+    facts, tensors = record.facts.get("attention"), record.collected.tensors
+    if facts is None:
+        return None
+    shown = record.facts["images"]["shown"]
+    layers = []
+    for i, layer in enumerate(facts["layers"]):
+        grid = "{}x{}".format(*layer["grid"])
+        layers.append({**layer, "maps": _bytes(tensors[f"attention_{i:02}"]), "masks": grid})
+    grids = {layer["masks"] for layer in layers}
+    return {
+        "map": facts["map"],
+        "models": facts["models"],
+        "images": [
+            {"src": data_uri(image), "name": _name(record, picture["label"]), "number": picture["number"]}
+            for image, picture in zip(tensors["chosen"], shown, strict=False)
+        ],
+        "layers": layers,
+        "region": {grid: _bytes(tensors[f"region_{grid}"]) for grid in grids},
+        "thinned": {grid: _bytes(tensors[f"thinned_{grid}"]) for grid in grids},
+    }
+
+
+def _bytes(values: Tensor) -> str:
+    return base64.b64encode(values.to(torch.uint8).contiguous().numpy().tobytes()).decode()

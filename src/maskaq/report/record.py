@@ -1,0 +1,189 @@
+"""What a run folder says of its run, in plain values: figures, curves, images. Needs no model."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from maskaq import runfolder
+from maskaq.config import Recipe, recipe_from_dict, to_dict
+from maskaq.report.collect import Collected
+from maskaq.runfolder import RunFolder
+from maskaq.synthesis import cosine
+
+STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way
+METRICS_FILE = "metrics.json"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over steps or epochs."""
+
+    x: list[float]
+    y: list[float]
+    marks: list[float] = field(default_factory=list)
+    """Where a refresh of the images lies on x."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, as a page tells it."""
+
+    run: RunFolder
+    collected: Collected
+    missing: str = ""
+    """Why parts of what was collected are not there."""
+
+    @property
+    def name(self) -> str:
+        return self.run.root.resolve().name
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return recipe_from_dict(self.run.identity["recipe"])
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The recipe and the seed under dotted keys."""
+        return {**flat(to_dict(self.recipe)), "seed": self.run.identity["seed"]}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.collected.facts
+
+    @property
+    def model(self) -> str:
+        source = self.run.source or {}
+        return str(source.get("name") or self.run.identity["model"]["class"])
+
+    @property
+    def command(self) -> str:
+        """What makes the run again."""
+        source = self.run.source or {}
+        if source.get("command"):
+            return str(source["command"])
+        bits, seed = self.recipe.quantization.bits, self.run.identity["seed"]
+        if source.get("name"):
+            recipe = shlex.quote(str(self.run.path("recipe.toml")))
+            return f"maskaq quantize {shlex.quote(self.model)} --recipe {recipe} --bits {bits} --seed {seed}"
+        return f'maskaq.quantize(model, maskaq.load_recipe("{self.run.path("recipe.toml")}"), seed={seed})'
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """Name of a model -> its accuracy; empty where the run was not evaluated."""
+        found = self.run.read_json(METRICS_FILE) if self.run.path(METRICS_FILE).exists() else {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def accuracy(self) -> dict[str, dict[str, float]]:
+        rows = self.metrics.get("accuracy", {})
+        return {name: row for name, row in rows.items() if isinstance(row, dict)}
+
+    @property
+    def bytes(self) -> tuple[int, int] | None:
+        """Of all weights, in float32 and packed at their bits."""
+        rows = self.facts.get("sizes")
+        if not rows:
+            return None
+        return sum(row["float_bytes"] for row in rows), sum(row["quantized_bytes"] for row in rows)
+
+    @cached_property
+    def strips(self) -> dict[int, Tensor]:
+        """Round -> one image on its way, (points, C, H, W)."""
+        found = {}
+        for round in range(len(self.recipe.rounds)):
+            path = self.run.path(STRIP_FILE.format(round=round))
+            if path.exists():
+                found[round] = runfolder.read_tensors(path)[0]["images"]
+        return found
+
+    # ---- curves
+
+    @cached_property
+    def _events(self) -> tuple[dict[tuple[int, int], dict[str, Any]], dict[int, dict[str, Any]]]:
+        """Shards by (round, shard) and epochs by number: what was done again after a kill counts once."""
+        events = self.run.events()
+        shards = {(e["round"], e["shard"]): e for e in events if e.get("stage") == "synthesize"}
+        epochs = {e["epoch"]: e for e in events if e.get("stage") == "calibrate"}
+        return dict(sorted(shards.items())), dict(sorted(epochs.items()))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        shards, epochs = self._events
+        named = {"synthesis": shards.values(), "calibration": epochs.values()}
+        return {stage: sum(e.get("seconds", 0.0) for e in events) for stage, events in named.items()}
+
+    def steps(self, round: int) -> list[int]:
+        """The steps of a round at which its losses were taken, and its strip."""
+        curves = [e["curves"] for (r, _), e in self._events[0].items() if r == round and e.get("curves")]
+        return [point["step"] for point in curves[-1]] if curves else []
+
+    @cached_property
+    def synthesis(self) -> dict[str, Curve]:
+        """Each loss term over the steps of all rounds, averaged over the shards."""
+        sums: dict[str, dict[int, list[float]]] = {}
+        offsets = self._offsets()
+        for (round, _), event in self._events[0].items():
+            for point in event.get("curves", ()):
+                for term, value in point.items():
+                    if term != "step":
+                        at = sums.setdefault(term, {}).setdefault(offsets[round] + point["step"], [])
+                        at.append(value)
+        return {
+            term: Curve(sorted(points), [sum(points[x]) / len(points[x]) for x in sorted(points)], self._marks(offsets))
+            for term, points in sums.items()
+        }
+
+    @property
+    def synthesis_rate(self) -> Curve:
+        """The learning rate on the pixels, from the recipe."""
+        config, offsets, curve = self.recipe.synthesis, self._offsets(), Curve([], [], self._marks(self._offsets()))
+        for round in sorted({round for round, _ in self._events[0]}):
+            steps = self.recipe.steps_in_round(round)
+            for step in sorted({i * (steps - 1) // 99 for i in range(100)}):
+                curve.x.append(offsets[round] + step)
+                curve.y.append(self.recipe.lr_in_round(round) * cosine(step / steps, config.lr_final))
+        return curve
+
+    @cached_property
+    def calibration(self) -> dict[str, Curve]:
+        """The loss, each of its terms and the learning rate over the epochs."""
+        epochs = self._events[1]
+        known = ("time", "stage", "round", "epoch", "seconds")
+        names = {name: None for event in epochs.values() for name in event if name not in known}
+        marks = [
+            float(epochs_of.start) for epochs_of in self.recipe.rounds[1:] if epochs_of.start <= max(epochs, default=0)
+        ]
+        return {
+            name: Curve(
+                [e for e in epochs if name in epochs[e]], [v[name] for v in epochs.values() if name in v], marks
+            )
+            for name in names
+        }
+
+    def _offsets(self) -> dict[int, int]:
+        """First step of each round, counted over all rounds."""
+        rounds = range(len(self.recipe.rounds))
+        return {round: sum(self.recipe.steps_in_round(r) for r in range(round)) for round in rounds}
+
+    def _marks(self, offsets: Mapping[int, int]) -> list[float]:
+        there = {round for round, _ in self._events[0]}
+        return [float(offset) for round, offset in offsets.items() if round and round in there]
+
+
+def differences(records: Sequence[Record]) -> dict[str, list[Any]]:
+    """Setting -> its value in each run, for those that are not the same in all."""
+    keys = {key: None for record in records for key in record.settings}
+    rows = {key: [record.settings.get(key) for record in records] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

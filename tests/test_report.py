@@ -1,0 +1,485 @@
+"""What a report promises: it is made from the run folder alone, says what is missing, needs no network, and works in a
+real browser at both widths."""
+
+import json
+import re
+import shutil
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, small_recipe, tiny_swin, tiny_vit
+
+from maskaq import cli, results, run, runfolder
+from maskaq.data import to_pixels
+from maskaq.errors import DependencyError, RunFolderError
+from maskaq.evaluation import EvalResult
+from maskaq.masks import kept_size, mask_size
+from maskaq.models import geometry
+from maskaq.quant.quantizers import Site, Static
+from maskaq.quant.twin import quantizers
+from maskaq.report import collect
+from maskaq.report.record import Record, differences
+from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
+from maskaq.runfolder import RunFolder
+from maskaq.synthesis import Synthesizer
+from maskaq.taps import taps
+
+quantize = partial(run.quantize, device="cpu")
+FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}
+SECTIONS = ["overview", "images", "attention", "curves", "layers", "recipe"]
+TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), NEAREST: EvalResult(31.5, 70, 200)}
+TABLE |= {CALIBRATED: EvalResult(79.5, 95, 200)}
+
+
+def make(root: Path, family: str = "vit", *overrides: str, **args) -> Path:
+    """A finished run of a model whose weights are in a file, evaluated."""
+    name, defaults, build = FAMILIES[family]
+    model, checkpoint = build(**args), root / f"{family}.safetensors"
+    safetensors.torch.save_file(model.state_dict(), checkpoint)
+    source = {"name": name, "args": {**defaults, **args}, "checkpoint": str(checkpoint), "command": "maskaq make it"}
+    quantize(model, small_recipe(*overrides), root / "run", source=source)
+    results.write_metrics(root / "run", TABLE, "some/data")
+    return root / "run"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def finished(request, tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("vit"))
+
+
+@pytest.fixture
+def own(vit, tmp_path) -> Path:
+    """A copy to damage, with its teacher's weights beside it."""
+    shutil.copytree(vit.parent, tmp_path / "own")
+    path = tmp_path / "own" / "run" / "run.json"
+    path.write_text(path.read_text().replace(str(vit.parent), str(tmp_path / "own")))
+    return path.parent
+
+
+def forget(folder: Path) -> None:
+    """Takes away what was collected."""
+    for name in (collect.FACTS_FILE, collect.TENSORS_FILE):
+        (folder / name).unlink()
+
+
+def facts(folder: Path) -> dict:
+    return json.loads((folder / collect.FACTS_FILE).read_text())
+
+
+# ---- what a run keeps
+
+
+def test_a_run_keeps_what_its_report_needs(finished):
+    kept = collect.read(RunFolder.read(finished))
+    opened = results.open_run(finished)
+    layers, student = geometry(opened.teacher()).layers, opened.calibrated()
+    assert [layer["name"] for layer in kept.facts["attention"]["layers"]] == [layer.attention for layer in layers]
+    assert [site["site"] for site in kept.facts["sites"]] == [q.site.name for q in quantizers(student).values()]
+    assert len(kept.facts["images"]["shown"]) == len(kept.tensors["images"]) == 8
+    for i, layer in enumerate(layers):
+        assert kept.tensors[f"attention_{i:02}"].shape == (3, 8, layer.grid[0] * layer.grid[1])
+    assert {entry["round"] for entry in kept.facts["images"]["rounds"]} == {0, 1}
+    assert all(0 <= row["agreement"] <= 1 and row["kl"] >= 0 for row in kept.facts["sensitivity"])
+
+
+def test_what_is_collected_later_is_what_the_run_kept(own):
+    before = collect.read(RunFolder.read(own))
+    forget(own)
+    results.write_report([own], device="cpu")
+    after = collect.read(RunFolder.read(own))
+    assert {**after.facts, "seconds": 0} == {**before.facts, "seconds": 0}
+    assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
+
+
+def test_the_thinned_mask_lies_inside_the_informative_region_and_both_have_their_sizes(finished):
+    kept, recipe = collect.read(RunFolder.read(finished)), small_recipe()
+    mask = recipe.synthesis.mask
+    for grid in {tuple(layer["grid"]) for layer in kept.facts["attention"]["layers"]}:
+        region, thinned = (kept.tensors[f"{kind}_{grid[0]}x{grid[1]}"].long() for kind in ("region", "thinned"))
+        k = mask_size(grid[0] * grid[1], 1.0, mask.start, mask.end)
+        assert (region.sum(dim=1) == k).all()
+        assert (thinned.sum(dim=1) == kept_size(k, mask.drop, mask.keep_at_least)).all()
+        assert (thinned <= region).all()
+
+
+def test_the_mask_drawn_is_the_one_of_the_last_step(tmp_path, monkeypatch):
+    seen, real = [], Synthesizer._masks
+    monkeypatch.setattr(Synthesizer, "_masks", lambda *args: seen.append(real(*args)) or seen[-1])
+    still = ("synthesis.lr=0", "synthesis.roll=0", "synthesis.noise=0", "synthesis.colour=0", "synthesis.mask.drop=0.5")
+    quantize(tiny_vit(patch_size=4), small_recipe(*still, "synthesis.mask.end=0.5"), tmp_path / "run")
+    (grid,) = seen[-1]
+    *_, first_shard, _, second_shard, _, collected = (found[grid] for found in seen)  # m of the collection between
+    assert torch.equal(collected, torch.cat([first_shard, second_shard]))
+
+
+def test_attention_distance_equals_the_loop_over_images_and_patches(finished):
+    opened = results.open_run(finished)
+    teacher, student, images = opened.teacher(), opened.calibrated(), opened.images()
+    pixels = geometry(teacher).normalise(to_pixels(images.images))
+    with torch.no_grad(), taps(teacher, "probs_received") as p, taps(student, "probs_received") as q:
+        teacher(pixels), student(pixels)
+        for i, layer in enumerate(geometry(teacher).layers):
+            a, b = (layer.patch_attention(seen["probs_received"][i]) for seen in (p, q))
+            each = [sum(abs(x - y) for x, y in zip(s, t, strict=True)) / sum(s) for s, t in zip(a, b, strict=True)]
+            found = facts(finished)["attention"]["distance"]["student"]["relative"][i]
+            assert found == pytest.approx(float(sum(each) / len(each)), rel=1e-4)
+
+
+def test_a_site_says_how_far_it_rounds_how_much_it_cuts_off_and_what_it_leaves_unused():
+    quantizer = Static(Site("here", "activation", bits=2, signed=False))
+    quantizer.scale.fill_(1.0)  # levels 0, 1, 2, 3
+    quantizer.ready = True
+    row = collect._site(quantizer, torch.tensor([0.0, 1.2, 3.5, 5.0]))
+    assert row["error"] == pytest.approx((0.2**2 + 0.5**2 + 2**2) / (1.2**2 + 3.5**2 + 5**2))
+    assert (row["saturated"], row["unused"], row["levels"]) == (0.25, 1, 4)  # 3.5 is rounded, 5 is cut off
+    assert (row["low"], row["high"], row["smallest"], row["largest"]) == (0, 3, 0, 5)
+
+
+def test_collecting_leaves_the_models_as_they_were(vit):
+    opened = results.open_run(vit)
+    models = {"teacher": opened.teacher(), "searched": opened.searched(), "student": opened.calibrated()}
+    before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
+    names = {name: [n for n, _ in model.named_modules()] for name, model in models.items()}
+    collect.collect(opened.recipe, 0, collect.images_of_rounds(RunFolder.read(vit), opened.recipe), **models)
+    for name, model in models.items():
+        assert [n for n, _ in model.named_modules()] == names[name]
+        assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items())
+
+
+def test_a_run_is_finished_even_where_nothing_could_be_collected(tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("no memory left")
+
+    hook(monkeypatch.setattr, "maskaq.report.collect:collect", 1, fail)
+    done = quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    assert (done.folder / run.MODEL_FILE).exists() and not (done.folder / collect.FACTS_FILE).exists()
+    quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    assert (done.folder / collect.FACTS_FILE).exists()  # the same call again made up for it
+
+
+# ---- the page
+
+
+def read_page(*folders: Path, out: Path | None = None) -> tuple[str, str]:
+    page = results.write_report(folders, out, device="cpu")
+    return page.read_text(), page.with_suffix(".md").read_text()
+
+
+def test_a_report_has_every_section_and_the_figures(finished):
+    html, markdown = read_page(finished)
+    assert [name for name in SECTIONS if f'<section id="{name}">' not in html] == []
+    for text in (html, markdown):
+        assert "91.50" in text and "31.50" in text and "79.50" in text and "some/data" in text
+        assert "maskaq make it" in text and "80 %" in text
+    worst = max(facts(finished)["sites"], key=lambda site: site["error"])
+    assert f"`{worst['site']}`" in markdown and f"<code>{worst['site']}</code>" in html
+
+
+def test_a_report_needs_no_teacher_when_its_data_was_kept(own):
+    (own.parent / "vit.safetensors").unlink()
+    html, markdown = read_page(own)
+    assert "could not be had" not in html and "left out" not in markdown
+    assert html.count("<canvas") == 4
+
+
+def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
+    forget(own)
+    (own.parent / "vit.safetensors").unlink()
+    html, markdown = read_page(own)
+    assert html.count("could not be had") == 5  # confidence, maps, distances, sizes, sensitivity
+    assert "vit.safetensors" in html and "left out" in markdown
+    assert "The ten worst sites" in html  # the student is in the folder
+    assert "<canvas" not in html and not (own / collect.FACTS_FILE).exists()
+
+
+def test_a_run_of_a_model_in_memory_has_a_report_too(tmp_path):
+    quantize(tiny_vit(), small_recipe(), tmp_path / "run")
+    html, _ = read_page(tmp_path / "run")
+    assert "could not be had" not in html and "maskaq.quantize(model" in html
+    forget(tmp_path / "run")
+    html, _ = read_page(tmp_path / "run")
+    assert "without a name" in html and 'alt="Synthetic image 0' in html
+
+
+def test_a_run_that_was_not_evaluated_says_how_to(own):
+    (own / "metrics.json").unlink()
+    html, markdown = read_page(own)
+    assert "Not evaluated yet" in html and "Not evaluated yet" in markdown
+
+
+def test_a_run_without_strip_or_events_says_so(own):
+    for path in own.rglob("strip.safetensors"):
+        path.unlink()
+    (own / "events.jsonl").unlink()
+    html, _ = read_page(own)
+    assert "kept no strip" in html and "says nothing of calibration" in html
+
+
+@pytest.mark.parametrize("name", [collect.FACTS_FILE, collect.TENSORS_FILE])
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: data.replace(b"1", b"2") + b" "])
+def test_damaged_data_is_named(own, name, damage):
+    (own / name).write_bytes(damage((own / name).read_bytes()))
+    with pytest.raises(RunFolderError, match=re.escape(str(own / name))):
+        results.write_report([own], device="cpu")
+
+
+def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):
+    other = make(tmp_path, "vit", "calibration.lr=0.5", "synthesis.mask.end=0.2")
+    html, markdown = read_page(own, other, finished, out=tmp_path / "deep" / "all.html")
+    records = [Record(RunFolder.read(own), collect.read(RunFolder.read(own))) for own in (own, other)]
+    assert differences(records) == {"calibration.lr": [1e-3, 0.5], "synthesis.mask.end": [0.1, 0.2]}
+    for text in (html, markdown):
+        assert "calibration.lr" in text and "run (1)" in text and "run (3)" in text
+    assert 'class="differs">0.5<' in html and "calibration.batch" not in markdown
+
+
+def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
+    recipe = small_recipe(*("synthesis.images=64", "synthesis.batch=64", "synthesis.steps=1", "calibration.epochs=0"))
+    model = tiny_vit(img_size=224, patch_size=32, depth=1)  # after one step images are noise: the hardest to compress
+    quantize(model, recipe, tmp_path / "run")
+    folder = RunFolder.read(tmp_path / "run")
+    for round in range(8):
+        path = folder.path(run.STRIP_FILE.format(round=round))
+        runfolder.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)})
+    kept = collect.read(folder)
+    kept.facts["images"]["rounds"] = [{"round": round, "places": list(range(8))} for round in range(8)]
+    kept.tensors.update({f"round_{round:02}": kept.tensors["round_00"] for round in range(8)})
+    collect.write(folder.root, kept)
+    html, _ = read_page(tmp_path / "run")
+    assert len(html.encode()) < 10e6
+    assert html.count('alt="Synthetic image') == 64
+
+
+def test_a_page_asks_the_network_for_nothing(vit):
+    html, _ = read_page(vit)
+    assert "default-src 'none'" in html  # the browser itself refuses what is not in the page
+    ours = re.sub(r"<script>.*?</script>", "", html, flags=re.S)
+    targets = re.findall(r'\b(?:src|href|action)="([^"]{0,30})', ours)
+    assert len(targets) > 20 and not [target for target in targets if not target.startswith(("data:", "#"))]
+    assert "@import" not in ours and "url(" not in ours
+
+
+def test_names_are_text_never_markup(own):
+    odd = own.with_name("<b>&amp; run")
+    own.rename(odd)
+    run_json = odd / "run.json"
+    run_json.write_text(run_json.read_text().replace("maskaq make it", "</script><script>alert(1)</script>"))
+    html, _ = read_page(odd)
+    assert "<b>&amp; run" not in html and "<script>alert" not in html
+    assert "&lt;b&gt;&amp;amp; run" in html
+
+
+def test_an_epoch_or_a_shard_done_again_counts_once(own):
+    before = Record(RunFolder.read(own), collect.read(RunFolder.read(own)))
+    lines = (own / "events.jsonl").read_text().splitlines(keepends=True)
+    (own / "events.jsonl").write_text("".join([*lines[:1], *lines]) + lines[-1])
+    after = Record(RunFolder.read(own), collect.read(RunFolder.read(own)))
+    assert after.seconds == before.seconds
+    assert after.synthesis == before.synthesis and after.calibration == before.calibration
+
+
+def test_curves_run_over_all_rounds_with_a_mark_at_each_refresh(vit):
+    record = Record(RunFolder.read(vit), collect.read(RunFolder.read(vit)))
+    assert record.synthesis["class_prior"].x == [0, 1, 2, 3, 4]  # 3 steps, then 2
+    assert record.synthesis["class_prior"].marks == [3.0]
+    assert record.calibration["loss"].x == [0, 1, 2, 3]
+    assert record.calibration["lr"].marks == [2.0]
+
+
+# ---- the command
+
+
+def test_the_command_writes_the_page_and_says_where(own, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", str(own), "--device", "cpu"]) == 0
+    assert (own / "report.html").exists() and (own / "report.md").exists()
+    assert f"report: {own / 'report.html'}" in capsys.readouterr().out
+    assert cli.main(["report", str(own), str(own)]) == 0
+    assert (tmp_path / "compare.html").exists() and (tmp_path / "compare.md").exists()
+
+
+def test_mistakes_of_the_command_are_told(own, tmp_path, capsys):
+    for words, message in (
+        ([tmp_path], "is not a run folder"),
+        ([own, "-o", tmp_path / "page.pdf"], "ends in .html"),
+        ([own, own, "--checkpoint", "x"], "--checkpoint is for one run"),
+    ):
+        assert cli.main(["report", *map(str, words)]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_weights_that_moved_are_found_by_checkpoint(own):
+    forget(own)
+    (own.parent / "vit.safetensors").rename(own.parent / "moved.safetensors")
+    assert cli.main(["report", str(own), "--checkpoint", str(own.parent / "moved.safetensors"), "--device", "cpu"]) == 0
+    assert facts(own)["attention"]
+
+
+def test_without_the_extra_a_run_ends_well_and_says_how_to_get_the_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    for name in ("maskaq.report.page", "maskaq.report.charts"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.delattr(sys.modules["maskaq.report"], name.rpartition(".")[2], raising=False)
+    small = "synthesis.images=4 synthesis.batch=4 synthesis.steps=1 calibration.epochs=1 calibration.batch=4"
+    words = ["quantize", "cifar10_vit", "--out", str(tmp_path / "run"), "--device", "cpu", "--set", *small.split()]
+    assert cli.main(words) == 0
+    assert 'pip install "maskaq[report]"' in capsys.readouterr().out
+    with pytest.raises(DependencyError, match="plotly"):
+        results.write_report([tmp_path / "run"])
+
+
+# ---- in a browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+WIDTHS = {"phone": 390, "desktop": 1280}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if not BROWSER or not DRIVER:
+        pytest.skip("no browser: chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def show(browser, page: Path, width: int, theme: str = "light") -> None:
+    """Opens a page and waits until it is drawn."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    wishes = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}  # or a click waits for the scrolling
+    media = [{"name": name, "value": value} for name, value in wishes.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)  # forgets what was before
+    browser.get(page.resolve().as_uri())
+    until(browser, "document.documentElement.dataset.drawn")
+    if ask(browser, "document.getElementById('maps')"):
+        until(browser, "document.getElementById('maps').dataset.ready")
+
+
+def ask(browser, expression: str):
+    return browser.execute_script(f"return {expression}")
+
+
+def until(browser, expression: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not ask(browser, expression):
+        assert time.monotonic() < end, f"{expression} did not come true"
+        time.sleep(0.05)
+
+
+def complaints(browser) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.fixture(scope="module")
+def page(vit) -> Path:
+    return results.write_report([vit], device="cpu")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_the_page_opens_without_complaint_and_shows_everything(browser, page, width, theme):
+    show(browser, page, width, theme)
+    assert complaints(browser) == []
+    visible = "[...document.querySelectorAll('section')].filter((s) => s.offsetHeight > 100).map((s) => s.id)"
+    assert [name for name in SECTIONS[:-1] if name not in ask(browser, visible)] == []
+    assert ask(browser, "document.querySelectorAll('img').length") > 16
+    assert ask(browser, "[...document.images].filter((i) => !i.naturalWidth || !i.alt).length") == 0
+    plots = "[...document.querySelectorAll('.plot')]"
+    assert ask(browser, f"{plots}.length") > 8
+    assert ask(browser, f"{plots}.filter((p) => !p.querySelector('svg.main-svg') || p.offsetWidth < 200).length") == 0
+    assert ask(browser, "document.documentElement.scrollWidth") <= width  # nothing sticks out
+    dark = ask(browser, "getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (theme == "dark")
+
+
+def test_the_page_sends_no_request(browser, page):
+    show(browser, page, 1280)
+    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    urls = [m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"]
+    assert [url[:80] for url in urls if not url.startswith(("data:", "blob:", page.resolve().as_uri()))] == []
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_the_choice_of_a_layer_changes_the_maps_by_keyboard_too(browser, page, width):
+    from selenium.webdriver.common.keys import Keys
+
+    show(browser, page, width)
+    maps = "[...document.querySelectorAll('.maps canvas')].map((c) => c.toDataURL())"
+    before, label = ask(browser, maps), ask(browser, "document.getElementById('map-label').textContent")
+    slider = browser.find_element("id", "map-layer")
+    slider.send_keys(Keys.ARROW_LEFT)
+    after = ask(browser, maps)
+    assert label != ask(browser, "document.getElementById('map-label').textContent")
+    assert before[1:] != after[1:] and before[0] == after[0]  # the maps, not the image beside them
+    browser.find_element("id", "show-region").click()
+    assert ask(browser, maps)[0] != after[0]
+    browser.find_element("css selector", "#map-image option:last-child").click()
+    assert ask(browser, maps)[0] != before[0]
+    assert complaints(browser) == []
+
+
+def test_the_slider_shows_one_image_from_noise_to_final(browser, page):
+    from selenium.webdriver.common.keys import Keys
+
+    show(browser, page, 390)
+    final = ask(browser, "document.getElementById('strip-image').src")
+    browser.find_element("id", "strip-step").send_keys(Keys.HOME)
+    assert ask(browser, "document.getElementById('strip-label').textContent") == "round 1, step 0"
+    assert ask(browser, "document.getElementById('strip-image').src") != final
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_a_chart_zooms_and_takes_the_charts_of_its_stage_along(browser, page, width):
+    from selenium.webdriver import ActionChains
+
+    show(browser, page, width)
+    span = "document.getElementById('{}')._fullLayout.xaxis.range"
+    first, second = "calibration-loss", "calibration-lr"
+    before = ask(browser, span.format(first))
+    plot = browser.find_element("css selector", f"#{first} .nsewdrag")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    wide = plot.size["width"]
+    start = ActionChains(browser).move_to_element_with_offset(plot, -wide // 4, 0).click_and_hold()
+    start.move_by_offset(wide // 4, 0).move_by_offset(wide // 8, 0).release().perform()
+    until(browser, f"{span.format(first)}[0] > {before[0]}", seconds=10)
+    after = ask(browser, span.format(first))
+    assert after[1] < before[1]
+    until(browser, f"Math.abs({span.format(second)}[0] - {after[0]}) < 1e-6", seconds=10)
+    assert complaints(browser) == []
+
+
+def test_a_page_of_several_runs_and_one_of_a_run_without_teacher_open_without_complaint(browser, own, vit, tmp_path):
+    show(browser, results.write_report([own, vit], tmp_path / "both.html"), 390)
+    assert complaints(browser) == [] and ask(browser, "document.documentElement.scrollWidth") <= 390
+    forget(own)
+    (own.parent / "vit.safetensors").unlink()
+    show(browser, results.write_report([own], device="cpu"), 1280)
+    assert complaints(browser) == []
+    assert "could not be had" in browser.find_element("id", "attention").text
+
+
+def test_the_page_prints(browser, page):
+    show(browser, page, 1280)
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {})
+    assert printed["data"].startswith("JVBERi0")  # %PDF-
+    assert complaints(browser) == []

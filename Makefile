@@ -4,10 +4,18 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo test test-oldest-timm check clean
+.PHONY: demo web test test-oldest-timm check clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
+
+# The embedded ViT at 4 bits for examples/web, and onnxruntime-web beside it: needs npm.
+web: $(VENV)/ready
+	npm --version > /dev/null
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[onnx]'
+	$(BIN)/maskaq demo --bits w4a4 --out runs/web
+	$(BIN)/maskaq export runs/web --format onnx -o examples/web/model.onnx
+	$(BIN)/python examples/web/prepare.py
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest

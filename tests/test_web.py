@@ -126,7 +126,7 @@ class Browser:
 
     def answer(self, name):
         """Classes and probabilities that are shown for an image, once they are."""
-        self.wait(lambda: self.text("#time").startswith(f"{name}: ") or self.text("#error"))
+        self.wait(lambda: self.text("#time").endswith(f" ms · {name}") or self.text("#error"))
         assert not self.text("#error")
         rows = (row.text.removesuffix(" %").rsplit(maxsplit=1) for row in self.find("#result li"))
         return {label: float(percent) / 100 for label, percent in rows}

@@ -101,7 +101,7 @@ function show({ classes }, { shares, milliseconds }, name) {
     bar.style.setProperty("--share", `${100 * shares[index]}%`);
     return row;
   }));
-  $("time").textContent = `${name}: ${milliseconds.toFixed(1)} ms`;
+  $("time").textContent = `${milliseconds.toFixed(1)} ms · ${name}`;
 }
 
 function listen(model) {

@@ -45,13 +45,13 @@ prepare = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(prepare)
 
 
-def fetch_runtime(folder, cache):
+def fetch_runtime(folder, config):
     """onnxruntime-web into the folder: from the one that was named, or from npm, once for all runs of the tests."""
     given = os.environ.get(RUNTIME_FOLDER)
     if given:
         shutil.copytree(given, folder / "vendor", ignore=lambda _, names: set(names) - set(prepare.RUNTIME))
         return
-    kept = Path(cache.mkdir("onnxruntime-web"))
+    kept = config.cache.mkdir("onnxruntime-web")
     try:
         prepare.fetch_runtime(kept)
     except subprocess.SubprocessError as error:
@@ -65,7 +65,7 @@ def site(tmp_path_factory, request):
     root = tmp_path_factory.mktemp("web")
     folder, run = root / "page", root / "run"
     folder.mkdir()
-    fetch_runtime(folder, request.config.cache)
+    fetch_runtime(folder, request.config)
     for name in PAGE:
         shutil.copy(WEB / name, folder)
     quantize = f"quantize cifar10_vit --bits w4a4 --recipe demo --device cpu --set {SMALL} --out".split()

@@ -63,8 +63,8 @@ def bench_files(
 ) -> Iterator[Speed]:
     """Speeds of named ONNX files in ONNX Runtime and, where it is installed, OpenVINO; ratios are to the first.
 
-    Both runtimes are told the number of threads. ONNX Runtime that chooses by itself also pins its threads to cores;
-    its calling thread is not pinned, and where it lands on a worker's core every operator takes twice as long.
+    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores, where each
+    waits for whatever else the scheduler puts there, and all others wait for it.
     """
     size = metadata_of(next(iter(files.values())))["input_size"]
     runs: dict[tuple[str, str], Run] = {

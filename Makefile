@@ -4,13 +4,21 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo test test-oldest-timm check bench clean
+.PHONY: demo web test test-oldest-timm check bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
 
+# The embedded ViT at 4 bits for examples/web, and onnxruntime-web beside it: needs npm.
+web: $(VENV)/ready
+	npm --version > /dev/null
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[onnx]'
+	$(BIN)/maskaq demo --bits w4a4 --out runs/web
+	$(BIN)/maskaq export runs/web --format onnx -o examples/web/model.onnx
+	$(BIN)/python examples/web/prepare.py
+
 test: $(VENV)/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Parity with timm on the oldest release we declare; the suite itself runs on the newest.
 test-oldest-timm: $(VENV)/ready

@@ -25,6 +25,7 @@ _HOME = {
     "evaluate": "maskaq.evaluation",
     "image_folder": "maskaq.data",
     "open_run": "maskaq.results",
+    "write_report": "maskaq.results",
     "inspect_model": "maskaq.inspection",
     "synthesis_term": "maskaq.losses.terms",
     "calibration_term": "maskaq.losses.terms",
@@ -51,6 +52,7 @@ __all__ = [
     "quantizer",
     "synthesis_term",
     "synthesize",
+    "write_report",
 ]
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from maskaq.models.load import load_model
     from maskaq.quant.quantizers import quantizer
     from maskaq.quant.twin import init_ranges_, quantized_twin
-    from maskaq.results import open_run
+    from maskaq.results import open_run, write_report
     from maskaq.run import noise, quantize
     from maskaq.synthesis import synthesize
 

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, small_recipe, tiny_swin, tiny_vit
 
-from maskaq import cli, results, run, runfolder
+from maskaq import cli, results, run, runfolder, zoo
 from maskaq.data import to_pixels
 from maskaq.errors import DependencyError, RunFolderError
 from maskaq.evaluation import EvalResult
@@ -95,7 +95,7 @@ def test_a_run_keeps_what_its_report_needs(finished):
 def test_what_is_collected_later_is_what_the_run_kept(own):
     before = collect.read(RunFolder.read(own))
     forget(own)
-    results.write_report([own], device="cpu")
+    results.write_report(own, device="cpu")
     after = collect.read(RunFolder.read(own))
     assert {**after.facts, "seconds": 0} == {**before.facts, "seconds": 0}
     assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
@@ -171,7 +171,7 @@ def test_a_run_is_finished_even_where_nothing_could_be_collected(tmp_path, monke
 
 
 def read_page(*folders: Path, out: Path | None = None) -> tuple[str, str]:
-    page = results.write_report(folders, out, device="cpu")
+    page = results.write_report(*folders, out=out, device="cpu")
     return page.read_text(), page.with_suffix(".md").read_text()
 
 
@@ -230,7 +230,7 @@ def test_a_run_without_strip_or_events_says_so(own):
 def test_damaged_data_is_named(own, name, damage):
     (own / name).write_bytes(damage((own / name).read_bytes()))
     with pytest.raises(RunFolderError, match=re.escape(str(own / name))):
-        results.write_report([own], device="cpu")
+        results.write_report(own, device="cpu")
 
 
 def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):
@@ -247,6 +247,10 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     recipe = small_recipe(*("synthesis.images=64", "synthesis.batch=64", "synthesis.steps=1", "calibration.epochs=0"))
     model = tiny_vit(img_size=224, patch_size=32, depth=1)  # after one step images are noise: the hardest to compress
     quantize(model, recipe, tmp_path / "run")
+    identity = json.loads((tmp_path / "run" / "run.json").read_text())  # of one round; from here on it had eight
+    identity["identity"]["recipe"]["calibration"]["epochs"] = 8
+    identity["identity"]["recipe"]["refresh"]["every"] = 1
+    (tmp_path / "run" / "run.json").write_text(json.dumps(identity))
     folder = RunFolder.read(tmp_path / "run")
     for round in range(8):
         path = folder.path(run.STRIP_FILE.format(round=round))
@@ -257,7 +261,7 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     collect.write(folder.root, kept)
     html, _ = read_page(tmp_path / "run")
     assert len(html.encode()) < 10e6
-    assert html.count('alt="Synthetic image') == 64
+    assert html.count('alt="Synthetic image') == 64 and html.count('alt="round ') == 80  # four strips
 
 
 def test_a_page_asks_the_network_for_nothing(vit):
@@ -279,6 +283,13 @@ def test_names_are_text_never_markup(own):
     assert "&lt;b&gt;&amp;amp; run" in html
 
 
+@pytest.mark.parametrize(("every", "words"), [(0, "3 steps<"), (2, "refreshed once"), (1, "refreshed 3 times")])
+def test_a_page_tells_how_often_the_images_were_refreshed(tmp_path, every, words):
+    html, _ = read_page(make(tmp_path, "vit", f"refresh.every={every}"))
+    assert words in html
+    assert ("The same images over the rounds" in html) == bool(every)
+
+
 def test_an_epoch_or_a_shard_done_again_counts_once(own):
     before = Record(RunFolder.read(own), collect.read(RunFolder.read(own)))
     lines = (own / "events.jsonl").read_text().splitlines(keepends=True)
@@ -288,12 +299,31 @@ def test_an_epoch_or_a_shard_done_again_counts_once(own):
     assert after.synthesis == before.synthesis and after.calibration == before.calibration
 
 
+def test_a_loss_that_is_not_a_number_is_a_gap_in_its_curve(own):
+    lines = (own / "events.jsonl").read_text().splitlines(keepends=True)
+    (own / "events.jsonl").write_text("".join(lines) + re.sub(r'"loss": [^,]+', '"loss": NaN', lines[-1]))
+    html, _ = read_page(own)
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.S)
+    figure = json.loads(data, parse_constant=pytest.fail)["figures"]["calibration-loss"]  # a browser reads no NaN
+    assert figure["data"][0]["y"][-1] is None
+
+
 def test_curves_run_over_all_rounds_with_a_mark_at_each_refresh(vit):
     record = Record(RunFolder.read(vit), collect.read(RunFolder.read(vit)))
     assert record.synthesis["class_prior"].x == [0, 1, 2, 3, 4]  # 3 steps, then 2
     assert record.synthesis["class_prior"].marks == [3.0]
     assert record.calibration["loss"].x == [0, 1, 2, 3]
     assert record.calibration["lr"].marks == [2.0]
+
+
+def test_information_has_its_section_where_it_was_estimated(own):
+    assert '<section id="information">' not in read_page(own)[0]
+    kept = collect.read(RunFolder.read(own))
+    kept.facts["information"] = {"I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class"}}
+    collect.write(own, kept)
+    html, markdown = read_page(own)
+    assert '<section id="information">' in html
+    assert "| I(z_p; y) | 1.25: nats that P's prediction" in markdown
 
 
 # ---- the command
@@ -306,6 +336,18 @@ def test_the_command_writes_the_page_and_says_where(own, tmp_path, monkeypatch, 
     assert f"report: {own / 'report.html'}" in capsys.readouterr().out
     assert cli.main(["report", str(own), str(own)]) == 0
     assert (tmp_path / "compare.html").exists() and (tmp_path / "compare.md").exists()
+
+
+def test_evaluating_a_run_brings_its_page_up_to_date(tmp_path, monkeypatch, capsys):
+    small = "synthesis.images=4 synthesis.batch=4 synthesis.steps=1 calibration.epochs=1 calibration.batch=4"
+    out = tmp_path / "run"
+    assert cli.main(["quantize", "cifar10_vit", "--out", str(out), "--device", "cpu", "--set", *small.split()]) == 0
+    assert f"report: {out / 'report.html'}" in capsys.readouterr().out
+    assert "Not evaluated yet" in (out / "report.html").read_text()
+    images, labels = zoo.test_images()
+    monkeypatch.setattr(zoo, "test_images", lambda: (images[::100], labels[::100]))
+    assert cli.main(["evaluate", str(out), "--data", "cifar10-demo", "--device", "cpu"]) == 0
+    assert "cifar10-demo" in (out / "report.html").read_text()
 
 
 def test_mistakes_of_the_command_are_told(own, tmp_path, capsys):
@@ -335,7 +377,7 @@ def test_without_the_extra_a_run_ends_well_and_says_how_to_get_the_report(tmp_pa
     assert cli.main(words) == 0
     assert 'pip install "maskaq[report]"' in capsys.readouterr().out
     with pytest.raises(DependencyError, match="plotly"):
-        results.write_report([tmp_path / "run"])
+        results.write_report(tmp_path / "run")
 
 
 # ---- in a browser
@@ -392,7 +434,7 @@ def complaints(browser) -> list[str]:
 
 @pytest.fixture(scope="module")
 def page(vit) -> Path:
-    return results.write_report([vit], device="cpu")
+    return results.write_report(vit, device="cpu")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -469,11 +511,11 @@ def test_a_chart_zooms_and_takes_the_charts_of_its_stage_along(browser, page, wi
 
 
 def test_a_page_of_several_runs_and_one_of_a_run_without_teacher_open_without_complaint(browser, own, vit, tmp_path):
-    show(browser, results.write_report([own, vit], tmp_path / "both.html"), 390)
+    show(browser, results.write_report(own, vit, out=tmp_path / "both.html"), 390)
     assert complaints(browser) == [] and ask(browser, "document.documentElement.scrollWidth") <= 390
     forget(own)
     (own.parent / "vit.safetensors").unlink()
-    show(browser, results.write_report([own], device="cpu"), 1280)
+    show(browser, results.write_report(own, device="cpu"), 1280)
     assert complaints(browser) == []
     assert "could not be had" in browser.find_element("id", "attention").text
 

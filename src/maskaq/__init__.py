@@ -27,6 +27,7 @@ _HOME = {
     "open_run": "maskaq.results",
     "save_pretrained": "maskaq.pretrained",
     "from_pretrained": "maskaq.pretrained",
+    "write_report": "maskaq.results",
     "inspect_model": "maskaq.inspection",
     "synthesis_term": "maskaq.losses.terms",
     "calibration_term": "maskaq.losses.terms",
@@ -55,6 +56,7 @@ __all__ = [
     "save_pretrained",
     "synthesis_term",
     "synthesize",
+    "write_report",
 ]
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ if TYPE_CHECKING:
     from maskaq.pretrained import from_pretrained, save_pretrained
     from maskaq.quant.quantizers import quantizer
     from maskaq.quant.twin import init_ranges_, quantized_twin
-    from maskaq.results import open_run
+    from maskaq.results import open_run, write_report
     from maskaq.run import noise, quantize
     from maskaq.synthesis import synthesize
 

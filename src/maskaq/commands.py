@@ -113,10 +113,7 @@ def _run(
         console.print(draw.won_back(table))
         results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
-    try:
-        console.print(f"report: {results.write_report([args.out], device=device)}")
-    except MaskaqError as error:  # the model is made; a page without its libraries must not look like a failed run
-        console.print(f"no report: {error}")
+    _write_report(args.out, console, device)
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 
@@ -152,6 +149,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}{caveat}"))
     if is_run:
         results.write_metrics(args.model, table, args.data)
+        if (path / results.PAGE_FILE).exists():  # it shows other figures
+            _write_report(args.model, console, device)
     if args.json:
         runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
 
@@ -224,7 +223,7 @@ def report(args: argparse.Namespace, console: Console) -> None:
     if args.checkpoint and len(args.folders) > 1:
         raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
     runs = [_opened(args.folders[0], args.checkpoint)] if args.checkpoint else args.folders
-    page = results.write_report(runs, args.out, device=args.device)
+    page = results.write_report(*runs, out=args.out, device=args.device)
     console.print(f"report: {page} ({draw.size(page.stat().st_size)}), and {page.with_suffix('.md').name} beside it")
 
 
@@ -296,6 +295,14 @@ def demo(args: argparse.Namespace, console: Console) -> None:
     args.out = args.out or f"runs/demo-{args.model}-{args.bits}"
     args.recipe, args.checkpoint, args.model_arg, args.data = "demo", None, [], DEMO_DATA
     quantize(args, console)
+
+
+def _write_report(folder: str, console: Console, device: torch.device) -> None:
+    """The page of a run that went well: a missing library must not make it look like one that failed."""
+    try:
+        console.print(f"report: {results.write_report(folder, device=device)}")
+    except MaskaqError as error:
+        console.print(f"no report: {error}")
 
 
 def _batches(args: argparse.Namespace) -> Callable[[nn.Module], DataLoader]:

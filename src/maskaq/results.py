@@ -1,7 +1,7 @@
 """Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, we
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
+PAGE_FILE = "report.html"
 FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
 
 Batches = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
@@ -176,10 +177,7 @@ def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
 
 
 def write_report(
-    runs: Sequence[OpenedRun | str | Path],
-    out: str | Path | None = None,
-    *,
-    device: str | torch.device | None = None,
+    *runs: OpenedRun | str | Path, out: str | Path | None = None, device: str | torch.device | None = None
 ) -> Path:
     """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
 
@@ -189,8 +187,7 @@ def write_report(
     from maskaq.report import page  # plotly and jinja2 are an extra, and slow to import
 
     records = [_record(run, device) for run in runs]
-    only = records[0].run.path("report.html") if len(records) == 1 else Path("compare.html")
-    path = Path(out) if out else only
+    path = Path(out) if out else records[0].run.path(PAGE_FILE) if len(records) == 1 else Path("compare.html")
     if path.suffix != ".html":
         raise RunFolderError(f"the page is an HTML file: expected a name that ends in .html, got {path}")
     runfolder.write_bytes_atomic(path, page.html(records).encode())

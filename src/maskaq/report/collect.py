@@ -92,7 +92,7 @@ def collect(
         facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
-    return Collected(_finite(facts), tensors)
+    return Collected(finite(facts), tensors)
 
 
 def write(folder: str | Path, collected: Collected) -> None:
@@ -403,10 +403,10 @@ def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts
     return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same tree with None for what is not a finite number: JSON has no NaN."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

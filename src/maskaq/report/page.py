@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 import maskaq
 from maskaq.errors import DependencyError
 from maskaq.report import record as records_of
-from maskaq.report.collect import SMALL_SIDE, spread, thumbnails
+from maskaq.report.collect import SMALL_SIDE, finite, spread, thumbnails
 from maskaq.report.record import Record
 
 try:
@@ -27,7 +28,7 @@ except ImportError as error:
 
 _STRIPS = 4  # strips of at most so many rounds: they are many frames
 _LOSSLESS_SIDE = 64  # px: smaller images are shown enlarged, pixel by pixel
-FULL_PRECISION, CALIBRATED = "full precision", "maskaq"
+FULL_PRECISION, NEAREST, CALIBRATED = "full precision", "round to nearest", "maskaq"
 
 
 def html(records: Sequence[Record]) -> str:
@@ -42,7 +43,7 @@ def html(records: Sequence[Record]) -> str:
     return (
         _environment(autoescape=True)
         .get_template("report.html.j2")
-        .render(**context, data=data, plotly_js=get_plotlyjs())
+        .render(**context, data=finite(data), plotly_js=get_plotlyjs())
     )
 
 
@@ -95,12 +96,13 @@ def _all_charts(context: Mapping[str, Any]) -> list["charts.Chart"]:
 
 
 def won_back(record: Record) -> float | None:
-    """Share of the top-1 that rounding to nearest loses and calibration has won back."""
+    """Share of the top-1 that rounding to nearest loses and calibration has won back; None for a share of nothing."""
     rows = record.accuracy
-    if not {FULL_PRECISION, "round to nearest", CALIBRATED} <= rows.keys():
+    if not {FULL_PRECISION, NEAREST, CALIBRATED} <= rows.keys():
         return None
-    full, nearest, ours = (rows[name]["top1"] for name in (FULL_PRECISION, "round to nearest", CALIBRATED))
-    return (ours - nearest) / (full - nearest) if full - nearest > 1 else None
+    full, nearest, ours = (rows[name] for name in (FULL_PRECISION, NEAREST, CALIBRATED))
+    lost, noise = full["top1"] - nearest["top1"], math.hypot(full["standard_error"], nearest["standard_error"])
+    return (ours["top1"] - nearest["top1"]) / lost if lost > noise else None
 
 
 def worst(record: Record, count: int = 10) -> list[dict[str, Any]]:

@@ -35,9 +35,11 @@ from maskaq.losses import attention, image, targets
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView
 from maskaq.models import data_config, expose, geometry
 from maskaq.randomness import image_keys
-from maskaq.run import MODEL_FILE, quantize
+from maskaq.run import QUANTIZED, quantize
 from maskaq.shapes import Layer
 from maskaq.synthesis import Synthesizer, synthesize
+
+PACKED = f"{QUANTIZED}/model.safetensors"
 
 PEERS = ("mimiq", "psaq-vit", "sardfq", "noise")
 BUILDS = (tiny_vit, tiny_swin)
@@ -421,7 +423,7 @@ def test_every_ablation_is_a_list_of_settings_that_runs_and_changes_the_model(tm
     models = []
     for name, more in (("whole", ()), ("less", overrides)):
         quantize(tiny_vit(), small_recipe(*more), tmp_path / name)
-        models.append(tensors(tmp_path / name / MODEL_FILE))
+        models.append(tensors(tmp_path / name / PACKED))
     assert any(not torch.equal(models[0][key], models[1][key]) for key in models[0])
 
 
@@ -432,9 +434,9 @@ def test_every_ablation_is_a_list_of_settings_that_runs_and_changes_the_model(tm
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_runs_end_to_end(tmp_path, name, build):
     result = quantize(build(), peer(name), tmp_path / "run")
-    assert len(result.images) == 8 and (tmp_path / "run" / MODEL_FILE).exists()
+    assert len(result.images) == 8 and (tmp_path / "run" / PACKED).exists()
     assert json.loads((tmp_path / "run/run.json").read_text())["facts"]["data_free"] is True
-    assert all(x.isfinite().all() for x in tensors(tmp_path / "run" / MODEL_FILE).values() if x.is_floating_point())
+    assert all(x.isfinite().all() for x in tensors(tmp_path / "run" / PACKED).values() if x.is_floating_point())
 
 
 @pytest.mark.parametrize("build", BUILDS)

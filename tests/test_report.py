@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def facts(folder: Path) -> dict:
 def test_a_run_keeps_what_its_report_needs(finished):
     kept = collect.read(RunFolder.read(finished))
     opened = results.open_run(finished)
-    layers, student = geometry(opened.teacher()).layers, opened.calibrated()
+    layers, student = geometry(opened.teacher()).layers, opened.student()
     assert [layer["name"] for layer in kept.facts["attention"]["layers"]] == [layer.attention for layer in layers]
     assert [site["site"] for site in kept.facts["sites"]] == [q.site.name for q in quantizers(student).values()]
     assert len(kept.facts["images"]["shown"]) == len(kept.tensors["images"]) == 8
@@ -162,7 +163,7 @@ def test_a_run_is_finished_even_where_nothing_could_be_collected(tmp_path, monke
 
     hook(monkeypatch.setattr, "maskaq.report.collect:collect", 1, fail)
     done = quantize(tiny_vit(), small_recipe(), tmp_path / "run")
-    assert (done.folder / run.MODEL_FILE).exists() and not (done.folder / collect.FACTS_FILE).exists()
+    assert (done.folder / run.QUANTIZED).exists() and not (done.folder / collect.FACTS_FILE).exists()
     quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert (done.folder / collect.FACTS_FILE).exists()  # the same call again made up for it
 
@@ -317,8 +318,10 @@ def test_curves_run_over_all_rounds_with_a_mark_at_each_refresh(vit):
 
 
 def test_information_has_its_section_where_it_was_estimated(own):
-    assert '<section id="information">' not in read_page(own)[0]
     kept = collect.read(RunFolder.read(own))
+    assert kept.facts["information"]["teacher information"]["value"] is not None
+    collect.write(own, replace(kept, facts=kept.facts | {"information": None}))
+    assert '<section id="information">' not in read_page(own)[0]
     kept.facts["information"] = {"I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class"}}
     collect.write(own, kept)
     html, markdown = read_page(own)

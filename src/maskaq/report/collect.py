@@ -288,7 +288,7 @@ def _masks(
     The images are as that step left them, and not jittered as they were in it.
     """
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
-    steps = recipe.steps_in_round(round)
+    steps = max(1, recipe.steps_in_round(round))  # images that were not optimised have the masks of a first step
     now = {name: torch.tensor(values[-1]) for name, values in synthesizer._schedule(steps, lr=0.0).items()}
     keys = randomness.fold(randomness.fold(randomness.image_keys(seed, images.indices), round), 0)
     keys = randomness.fold(keys, torch.tensor([steps - 1]))

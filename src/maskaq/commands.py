@@ -23,7 +23,7 @@ from maskaq import bench as measure
 from maskaq import console as draw
 from maskaq import results, run, runfolder, zoo
 from maskaq.cli import DEMO_DATA
-from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes, to_dict
+from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder, to_pixels
 from maskaq.engine import pick_engine
 from maskaq.errors import CheckpointError, DataError, MaskaqError, ModelError, RecipeError, RunFolderError, unknown
@@ -159,12 +159,11 @@ def export(args: argparse.Namespace, console: Console) -> None:
     path = Path(args.folder)
     if is_pretrained(path):  # without a run there are no synthetic images: noise tells codes apart as well
         model: Any = from_pretrained(path)
-        images, made = run.noise(model, _VERIFIED_ON, seed=0), model.maskaq_config["made"]
+        images = run.noise(model, _VERIFIED_ON, seed=0)
     else:
         opened = results.open_run(path)
         model = opened.calibrated()
         images = geometry(model).normalise(to_pixels(opened.images().images[:_VERIFIED_ON]))
-        made = {"recipe": to_dict(opened.recipe)}
     loader = _batches(args)(model) if args.data else None  # a wrong folder is told before the work
     saved = model.maskaq_config
     bits = "w{weight_bits}a{activation_bits}".format_map(saved["quantization_config"])
@@ -172,7 +171,7 @@ def export(args: argparse.Namespace, console: Console) -> None:
         "bits": bits,
         "model": saved["timm"]["name"],
         "architecture": saved["timm"],
-        "recipe": made.get("recipe"),
+        "recipe": saved["made"].get("recipe"),
     }
     file = Path(args.output or path / f"model.{args.format}")
     found = write_export(model, file, args.format, images, metadata)
@@ -213,10 +212,9 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
         accuracy = {file: evaluate_model(runtimes.OnnxModel(file, args.threads), loader) for file in args.files}
         console.print(draw.accuracy_table(accuracy, f"on {args.data}"))
     if args.json:
-        facts = {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(["maskaq", *args.words])}
-        facts |= run.surroundings(torch.device("cpu")) | {"speeds": [speed.to_dict() for speed in speeds]}
-        facts |= {"products": counts} | (results.metrics(accuracy, args.data) if accuracy else {})
-        runfolder.write_json_atomic(args.json, facts)
+        figures = {"speeds": [speed.to_dict() for speed in speeds], "products": counts}
+        figures |= results.metrics(accuracy, args.data) if accuracy else {}
+        _write_figures(args, torch.device("cpu"), figures)
 
 
 def report(args: argparse.Namespace, console: Console) -> None:
@@ -253,7 +251,7 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
 
 
 def bench(args: argparse.Namespace, console: Console) -> None:
-    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    recipe = _recipe(args)
     device = run.pick_device(args.device)
     timings: list[measure.Timing] = []
     with draw.watch_for(console) as watch:
@@ -264,9 +262,14 @@ def bench(args: argparse.Namespace, console: Console) -> None:
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=args.steps, repeats=args.repeats)
     console.print(draw.bench_table(timings, run.device_name(device)))
     if args.json:
-        facts = {"date": time.strftime("%Y-%m-%d"), "note": args.note, "command": shlex.join(["maskaq", *args.words])}
-        facts |= run.surroundings(device) | {"timings": [timing.to_dict() for timing in timings]}
-        runfolder.write_json_atomic(args.json, facts)
+        figures = {"note": args.note, "timings": [timing.to_dict() for timing in timings]}
+        _write_figures(args, device, figures)
+
+
+def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict[str, Any]) -> None:
+    """What was measured, with the day, the command and where it ran."""
+    facts = {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(["maskaq", *args.words])}
+    runfolder.write_json_atomic(args.json, facts | run.surroundings(device) | figures)
 
 
 def list_names(args: argparse.Namespace, console: Console) -> None:

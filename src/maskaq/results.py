@@ -21,7 +21,7 @@ from maskaq.pretrained import add_metrics, from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import Record
-from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, weights_digest
+from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, saved_state, weights_digest
 from maskaq.runfolder import RunFolder
 from maskaq.watch import Watch
 
@@ -103,12 +103,12 @@ class OpenedRun:
     @own_torch_modes()
     def student(self) -> nn.Module:
         """The student of the newest checkpoint, with its quantizers: what `calibrated` is made from."""
-        saved = RunFolder.read(self.folder).load_checkpoint()
+        saved = saved_state(RunFolder.read(self.folder))
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_calibrate(self.folder)}")
-        tensors, progress = saved
+        state, _ = saved
         student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
-        student.load_state_dict(runfolder.restore_state(tensors, progress["layout"])["student"])
+        student.load_state_dict(state["student"])
         return student
 
     def images(self) -> SyntheticSet:

@@ -145,9 +145,9 @@ def quantize(
                     _checkpoint(run, student, calibrator, epoch + 1)
                     last_saved = time.monotonic()
         assert images is not None
-        if not only_images and not finished:
-            _save_model(run, student, source)
         if not only_images:
+            if not finished:
+                _save_model(run, student, source)
             _collect_report(run, teacher, student, recipe, seed, watch)
     return Result(model=student, folder=Path(out), images=images)
 
@@ -260,14 +260,22 @@ def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoc
 
 def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
     """Bring student and optimiser to the latest checkpoint; the number of epochs that are done."""
-    saved = run.load_checkpoint()
+    saved = saved_state(run)
     if saved is None:
         return 0
-    tensors, progress = saved
-    state = runfolder.restore_state(tensors, progress["layout"])
+    state, epoch = saved
     student.load_state_dict(state["student"])
     calibrator.load_state_dict(state["optimizer"])
-    return int(progress["epoch"])
+    return epoch
+
+
+def saved_state(run: RunFolder) -> tuple[dict[str, Any], int] | None:
+    """The latest checkpoint, as `_checkpoint` wrote it: states of student and optimiser, and the epochs done."""
+    saved = run.load_checkpoint()
+    if saved is None:
+        return None
+    tensors, progress = saved
+    return runfolder.restore_state(tensors, progress["layout"]), int(progress["epoch"])
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:

@@ -112,12 +112,12 @@ class Synthesizer:
         count = min(self.config.images, self.images_at_once())
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
-        seconds = 0.0
+        seconds, steps = 0.0, 5 if self.engine.captures else 3
         for _ in range(2):  # the first time pays for the set-up
             began = time.monotonic()
-            self.trial(count, steps=5 if self.engine.captures else 3)
+            self.trial(count, steps)
             seconds = time.monotonic() - began
-        return seconds / (count * (5 if self.engine.captures else 3))
+        return seconds / (count * steps)
 
     def trial(self, count: int, steps: int) -> None:
         """Some steps of some images that nobody wants, to time them or to see what memory they take."""

@@ -455,6 +455,23 @@ def test_the_report_says_where_it_says_nothing():
     assert all(figure.meaning.endswith(".") for figure in report.values())
 
 
+def test_without_labels_what_needs_them_has_no_value_and_the_rest_is_never_larger():
+    p, q, labels, features = report_inputs(change=1.0)
+    known, unknown = information_report(p, q, labels, features), information_report(p, q, None, features)
+    for name in ("teacher_information", "student_information", "theorem_1"):
+        assert unknown[name].value is None and "needs labels" in unknown[name].meaning
+    for name in ("images", "eps_image", "teacher_input_information", "student_input_information"):
+        assert unknown[name].value == known[name].value
+    a = cluster(features, 8)
+    parts = [(a == k) for k in a.unique()]  # p(a) times the distance of the mean predictions of a
+    each = [
+        0.5 * float((p[k].double().mean(0) - q[k].double().mean(0)).abs().sum()) * len(p[k]) / len(p) for k in parts
+    ]
+    assert unknown["eps_joint"].value == pytest.approx(sum(each), rel=1e-5)
+    assert unknown["eps_joint"].value <= known["eps_joint"].value
+    assert information_report(p, p, None, features)["eps_joint"].value == 0
+
+
 def test_what_is_no_set_of_predictions_is_refused():
     p, q, labels, features = report_inputs()
     for wrong in (p[:5], p * 2, -p, p * math.nan, p[0]):

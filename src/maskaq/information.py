@@ -246,19 +246,25 @@ class Figure:
 def information_report(
     teacher_probs: Tensor,
     student_probs: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     region_features: Tensor,
     regions: int = 8,
     seed: int = 0,
 ) -> dict[str, Figure]:
     """Everything above on n images: softmax outputs (n, C) of P and Q, labels (n,), features (n, d) of P's informative
     regions (its attention over patches, for one), clustered into at most `regions` groups.
+
+    Without labels (None) what is about y has no value and says so; the distances are then of predictions and regions
+    alone, and never larger than with labels.
     """
-    p, q = _rows(teacher_probs, len(labels)), _rows(student_probs, len(labels))
-    if p.shape != q.shape or len(region_features) != len(labels):
+    n = len(region_features) if labels is None else len(labels)
+    p, q = _rows(teacher_probs, n), _rows(student_probs, n)
+    if p.shape != q.shape or len(region_features) != n:
         raise ValueError("teacher, student and region features describe the same images and classes")
-    n, classes = p.shape
+    classes = p.shape[1]
     a = cluster(region_features, regions, seed)
+    if labels is None:
+        return _unlabelled(p, q, a)
     sizes = (classes, len(labels.unique()), len(a.unique()))
 
     teacher, student, region = (information(labels, rows) for rows in (p, q, F.one_hot(a)))
@@ -288,7 +294,7 @@ def information_report(
     if math.isinf(bound):
         theorem = Figure(None, f"Theorem 1 asks for eps of at most 1/2, and it is {eps:.3f}: the theorem says nothing.")
     else:
-        what = f"Theorem 1's upper bound on the gap, from eps. Only below eps = {useful:.4f} could it say anything."
+        what = f"Delta_r(eps), Theorem 1's upper bound on the gap. Only below eps = {useful:.4f} could it say anything."
         theorem = Figure(bound, bounded(what, bound))
     few = " There are too few images to tell information from chance." if chances[0] > 0.5 * teacher.plug_in else ""
     summary = (
@@ -333,11 +339,46 @@ def information_report(
     }
 
 
+def _unlabelled(p: Tensor, q: Tensor, a: Tensor) -> dict[str, Figure]:
+    """The same report of images without labels."""
+    n, unknown = len(p), "needs labels, and these images have none."
+    p_joint, q_joint = joint(a, p), joint(a, q)
+    x_teacher, x_student = prediction_information(p), prediction_information(q)
+    eps_image = 0.5 * float((p - q).abs().sum()) / n
+    summary = (
+        f"These {n} images have no labels, so nothing can be said of what a prediction tells about the label, nor of "
+        "the gap that Theorem 1 bounds: its eps is of predictions together with labels. What is left compares P's and "
+        "Q's predictions on these very images. It says nothing about being right."
+    )
+    return {
+        "summary": Figure(None, summary),
+        "images": Figure(n, f"Images measured on, without labels, in {len(a.unique())} region clusters."),
+        "teacher_information": Figure(None, f"I(z_p; y): what P's prediction tells about the label {unknown}"),
+        "student_information": Figure(None, f"I(z_q; y): what Q's prediction tells about the label {unknown}"),
+        "teacher_input_information": Figure(
+            x_teacher.corrected, "I(x; z_p): what P's prediction tells about which image it is for, in nats, corrected."
+        ),
+        "student_input_information": Figure(
+            x_student.corrected, "I(x; z_q), the same of Q. The paper expects it not to exceed P's (Eq. 17)."
+        ),
+        "eps_joint": Figure(
+            total_variation(q_joint, p_joint),
+            "Averaged total variation of P's and Q's prediction given the region; 0 to 1. With labels (Eq. 19) it is "
+            "never smaller.",
+        ),
+        "theorem_1": Figure(None, f"Delta_r(eps), Theorem 1's upper bound on the gap, {unknown}"),
+        "eps_image": Figure(
+            eps_image,
+            "Mean total variation of P's and Q's prediction per image: eps_joint if each image were a region.",
+        ),
+    }
+
+
 def _rows(probs: Tensor, n: int) -> Tensor:
     """Rows of probabilities, in float64, each divided by its sum: softmax in float32 is off by its rounding."""
     rows = probs.detach().cpu().double()
     if rows.ndim != 2 or len(rows) != n or not n:
-        raise ValueError(f"probabilities are (n, C), one row for each of the {n} labels: got {tuple(rows.shape)}")
+        raise ValueError(f"probabilities are (n, C), one row for each of the {n} images: got {tuple(rows.shape)}")
     total = rows.sum(1, keepdim=True)
     if not rows.isfinite().all() or (rows < 0).any() or ((total - 1).abs() > 1e-2).any():
         raise ValueError("a row of probabilities is not finite, has a negative entry or does not sum to 1")

@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, small_recipe, tiny_swin, tiny_vit
+from PIL import Image
 
 from maskaq import cli, results, run, runfolder, zoo
 from maskaq.data import to_pixels
@@ -32,7 +32,7 @@ from maskaq.taps import taps
 
 quantize = partial(run.quantize, device="cpu")
 FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}
-SECTIONS = ["overview", "images", "attention", "curves", "layers", "recipe"]
+SECTIONS = ["overview", "images", "attention", "curves", "layers", "information", "recipe"]
 TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), NEAREST: EvalResult(31.5, 70, 200)}
 TABLE |= {CALIBRATED: EvalResult(79.5, 95, 200)}
 
@@ -197,7 +197,7 @@ def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
     forget(own)
     (own.parent / "vit.safetensors").unlink()
     html, markdown = read_page(own)
-    assert html.count("could not be had") == 5  # confidence, maps, distances, sizes, sensitivity
+    assert html.count("could not be had") == 6  # confidence, maps, distances, sizes, sensitivity, information
     assert "vit.safetensors" in html and "left out" in markdown
     assert "The ten worst sites" in html  # the student is in the folder
     assert "<canvas" not in html and not (own / collect.FACTS_FILE).exists()
@@ -209,7 +209,7 @@ def test_a_run_of_a_model_in_memory_has_a_report_too(tmp_path):
     assert "could not be had" not in html and "maskaq.quantize(model" in html
     forget(tmp_path / "run")
     html, _ = read_page(tmp_path / "run")
-    assert "without a name" in html and 'alt="Synthetic image 0' in html
+    assert "without a name" in html and 'alt="Image 0, made for' in html
 
 
 def test_a_run_that_was_not_evaluated_says_how_to(own):
@@ -235,10 +235,12 @@ def test_damaged_data_is_named(own, name, damage):
 
 
 def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):
-    other = make(tmp_path, "vit", "calibration.lr=0.5", "synthesis.mask.end=0.2")
+    other = make(tmp_path, "vit", "calibration.lr=0.5", "synthesis.mask.end=0.2", "synthesis.terms.patch_entropy=0.1")
     html, markdown = read_page(own, other, finished, out=tmp_path / "deep" / "all.html")
     records = [Record(RunFolder.read(own), collect.read(RunFolder.read(own))) for own in (own, other)]
-    assert differences(records) == {"calibration.lr": [1e-3, 0.5], "synthesis.mask.end": [0.1, 0.2]}
+    expected = {"calibration.lr": [1e-3, 0.5], "synthesis.mask.end": [0.1, 0.2]}
+    assert differences(records) == {**expected, "synthesis.terms.patch_entropy": [None, 0.1]}
+    assert html.count("synthesis.terms.patch_entropy") == 2  # among the differences, and among all settings
     for text in (html, markdown):
         assert "calibration.lr" in text and "run (1)" in text and "run (3)" in text
     assert 'class="differs">0.5<' in html and "calibration.batch" not in markdown
@@ -255,14 +257,15 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     folder = RunFolder.read(tmp_path / "run")
     for round in range(8):
         path = folder.path(run.STRIP_FILE.format(round=round))
-        runfolder.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)})
+        words = {"number": "0", "steps": " ".join(map(str, range(20)))}
+        runfolder.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)}, words)
     kept = collect.read(folder)
     kept.facts["images"]["rounds"] = [{"round": round, "places": list(range(8))} for round in range(8)]
     kept.tensors.update({f"round_{round:02}": kept.tensors["round_00"] for round in range(8)})
     collect.write(folder.root, kept)
     html, _ = read_page(tmp_path / "run")
     assert len(html.encode()) < 10e6
-    assert html.count('alt="Synthetic image') == 64 and html.count('alt="round ') == 80  # four strips
+    assert html.count('alt="Image') == 64 + 64 and html.count('alt="round ') == 80  # rounds; four strips
 
 
 def test_a_page_asks_the_network_for_nothing(vit):
@@ -317,16 +320,175 @@ def test_curves_run_over_all_rounds_with_a_mark_at_each_refresh(vit):
     assert record.calibration["lr"].marks == [2.0]
 
 
-def test_information_has_its_section_where_it_was_estimated(own):
+def test_information_has_its_sentence_and_its_table(own):
     kept = collect.read(RunFolder.read(own))
     assert kept.facts["information"]["teacher information"]["value"] is not None
-    collect.write(own, replace(kept, facts=kept.facts | {"information": None}))
-    assert '<section id="information">' not in read_page(own)[0]
-    kept.facts["information"] = {"I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class"}}
+    kept.facts["information"] = {
+        "summary": {"value": None, "meaning": "What it says and what it does not."},
+        "I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class"},
+    }
     collect.write(own, kept)
     html, markdown = read_page(own)
-    assert '<section id="information">' in html
+    assert "<p>What it says and what it does not.</p>" in html and "\nWhat it says and what it does not.\n" in markdown
     assert "| I(z_p; y) | 1.25: nats that P's prediction" in markdown
+
+
+# ---- images that were not dreamt up
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A folder of images without labels."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for number in range(8):
+        Image.fromarray(torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()).save(folder / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unlabelled(pictures, tmp_path_factory) -> dict[str, Path]:
+    """Runs on real images and on noise."""
+    overrides = {"real": ("synthesis.steps=0", "refresh.every=0", f"synthesis.folder={pictures}")}
+    overrides |= {"noise": ("synthesis.steps=0", "refresh.every=0")}
+    return {kind: make(tmp_path_factory.mktemp(kind), "vit", *words) for kind, words in overrides.items()}
+
+
+@pytest.mark.parametrize("kind", ["real", "noise"])
+def test_without_labels_confidence_is_of_what_the_teacher_says(unlabelled, kind):
+    opened = results.open_run(unlabelled[kind])
+    teacher, images = opened.teacher(), opened.images()
+    with torch.no_grad():
+        probs = teacher(geometry(teacher).normalise(to_pixels(images.images))).softmax(dim=1)
+    shown = facts(unlabelled[kind])["images"]["shown"]
+    assert [picture["label"] for picture in shown] == [-1] * 8
+    assert [picture["teacher"] for picture in shown] == probs.argmax(dim=1).tolist()
+    assert [picture["confidence"] for picture in shown] == pytest.approx(probs.amax(dim=1).tolist(), rel=1e-4)
+    html, _ = read_page(unlabelled[kind])
+    assert "how sure P is of what it says" in html and "made for class" not in html and "class -1" not in html
+
+
+@pytest.mark.parametrize("kind", ["real", "noise"])
+def test_without_labels_information_says_that_it_needs_them(unlabelled, kind):
+    found = facts(unlabelled[kind])["information"]
+    for name in ("teacher information", "student information", "theorem 1"):
+        assert found[name]["value"] is None and "needs labels" in found[name]["meaning"]
+    assert 0 < found["eps joint"]["value"] <= found["eps image"]["value"] <= 1
+
+
+def test_a_page_says_where_its_images_come_from(unlabelled, vit, pictures, tmp_path):
+    real, noise, dreamt = (read_page(folder) for folder in (unlabelled["real"], unlabelled["noise"], vit))
+    for text in real:
+        assert f"REAL images of {pictures}" in text and "NOT data-free" in text and "dreamt" not in text
+    assert "data-free quantization" not in real[0]
+    for text in noise:
+        assert "Gaussian noise" in text and "dreamt" not in text and "NOT data-free" not in text
+    for text in dreamt:
+        assert "dreamt up" in text and "NOT data-free" not in text
+    for text in read_page(vit, unlabelled["real"], unlabelled["noise"], out=tmp_path / "all.html"):
+        assert "(2) is calibrated on 8 REAL images" in text and "(3) is made from 8 images of Gaussian noise" in text
+
+
+def test_a_run_has_one_colour_in_all_charts(unlabelled, vit):
+    from maskaq.report import charts  # its library is an extra
+
+    folders = [RunFolder.read(folder) for folder in (unlabelled["noise"], vit)]
+    found = charts.curves([Record(folder, collect.read(folder)) for folder in folders])
+    assert [trace["meta"]["colour"] for trace in found["synthesis"][0].figure["data"]] == [1]  # noise has no such curve
+    assert [trace["meta"]["colour"] for trace in found["calibration"][0].figure["data"]] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["real", "noise"])
+def test_images_that_were_not_optimised_have_no_curves_and_no_strip(unlabelled, kind):
+    html, _ = read_page(unlabelled[kind])
+    assert "There was none: the images are" in html and "not optimised" in html
+    assert 'id="strip-step"' not in html and 'id="synthesis-lr"' not in html and 'id="calibration-lr"' in html
+
+
+# ---- runs that are not whole
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory) -> Path:
+    """A run that was stopped when its second round of images was made."""
+    root = tmp_path_factory.mktemp("half")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 3, interrupt)
+        make(root)
+    return root / "run"
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_is_not_finished_says_so_and_keeps_nothing_of_it(half, tmp_path):
+    shutil.copytree(half.parent, tmp_path / "own")
+    own = tmp_path / "own" / "run"
+    for text in read_page(own):
+        assert "not finished" in text and "after 2 of 4 epochs" in text and f"maskaq calibrate {own}" in text
+    assert not (own / collect.FACTS_FILE).exists()  # or the finished run would be told by the student of now
+    quantize(tiny_vit(), small_recipe(), own, source=json.loads((own / "run.json").read_text())["facts"]["source"])
+    assert "not finished" not in read_page(own)[0]
+    sites = {site["site"]: site["error"] for site in facts(own)["sites"]}
+    forget(own)
+    read_page(own)
+    assert sites == {site["site"]: site["error"] for site in facts(own)["sites"]}
+
+
+def test_a_run_of_images_alone_shows_them_and_says_what_is_missing(tmp_path):
+    model, source = tiny_vit(), {"name": VIT, "args": VIT_ARGS, "checkpoint": str(tmp_path / "vit.safetensors")}
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "vit.safetensors")
+    quantize(model, small_recipe(), tmp_path / "run", source=source, only_images=True)
+    html, _ = read_page(tmp_path / "run")
+    assert 'alt="Image 0, made for' in html and "after 0 of 4 epochs" in html and "no checkpoint" in html
+    assert "smaller" in html  # sizes need the full-precision model alone
+    assert "as round 1 of 2 left them" in html
+
+
+def test_time_is_not_zero_where_it_was_not_recorded(own):
+    (own / "events.jsonl").unlink()
+    for text in read_page(own):
+        assert "not recorded" in text and "0.0 s" not in text
+
+
+def test_events_and_figures_that_are_not_whole_are_left_out(own):
+    with (own / "events.jsonl").open("a") as file:
+        file.write('{"stage": "calibrate"}\n3\n{"stage": "synthesize", "round": 0}\n')
+    (own / "metrics.json").write_text(json.dumps({"accuracy": {CALIBRATED: {"top1": 3.0}, NEAREST: "gone"}}))
+    html, markdown = read_page(own)
+    assert "Not evaluated yet" in html and "Not evaluated yet" in markdown
+
+
+# ---- the strip
+
+
+def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(finished):
+    record = Record(RunFolder.read(finished), collect.read(RunFolder.read(finished)))
+    first = [collect.first_images(record.run, record.recipe, round, 1) for round in range(2)]
+    for round, steps in enumerate([[0, 1, 2, 3], [0, 1, 2]]):
+        strip = record.strips[round]
+        assert (strip.number, strip.steps) == (0, steps)
+        assert torch.equal(strip.images[-1], first[round].images[0])
+    assert torch.equal(record.strips[1].images[0], first[0].images[0])  # a warm refresh starts where it was
+    html, _ = read_page(finished)
+    assert html.count('data-whose="image 0 of the grid: class 0"') == 2
+
+
+def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
+    real = Synthesizer._make_part
+
+    def ill(self, indices, round, start, attempt):
+        images = real(self, indices, round, start, attempt)
+        images[(indices == 0) | ((indices == 4) & (attempt == 0))] = float("nan")
+        return images
+
+    monkeypatch.setattr(Synthesizer, "_make_part", ill)
+    recipe = small_recipe("synthesis.max_lost=0.5", "refresh.every=0")
+    quantize(tiny_vit(), recipe, tmp_path / "run")
+    record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))
+    assert record.strips[0].number == 4  # 0 was lost twice; 4 was made again, and it is that way which is shown
+    images = collect.first_images(record.run, recipe, 0, 8)
+    assert torch.equal(record.strips[0].images[-1], images.images[images.indices == 4][0])
 
 
 # ---- the command
@@ -490,6 +652,7 @@ def test_the_slider_shows_one_image_from_noise_to_final(browser, page):
     final = ask(browser, "document.getElementById('strip-image').src")
     browser.find_element("id", "strip-step").send_keys(Keys.HOME)
     assert ask(browser, "document.getElementById('strip-label').textContent") == "round 1, step 0"
+    assert ask(browser, "document.getElementById('strip-whose').textContent") == "image 0 of the grid: class 0"
     assert ask(browser, "document.getElementById('strip-image').src") != final
 
 
@@ -528,3 +691,14 @@ def test_the_page_prints(browser, page):
     printed = browser.execute_cdp_cmd("Page.printToPDF", {})
     assert printed["data"].startswith("JVBERi0")  # %PDF-
     assert complaints(browser) == []
+    size = {"width": 700, "height": 1000, "deviceScaleFactor": 1, "mobile": False}  # of A4, without margins
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+        assert browser.find_element("id", "map-whose").text.startswith("image 0: class 0, layer 2 of 2")
+        assert all(film.is_displayed() for film in browser.find_elements("class name", "film"))
+        cut = "[...document.querySelectorAll('table')].filter((t) => t.offsetWidth > 700).length"
+        assert ask(browser, cut) == 0 and ask(browser, "document.querySelectorAll('details:not([open])').length") == 0
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -48,6 +48,17 @@ class SyntheticSet:
         return SyntheticSet(*(torch.cat([getattr(p, f) for p in parts]) for f in ("images", "labels", "indices")))
 
 
+@dataclass(frozen=True)
+class Strip:
+    """One image on its way, from its start."""
+
+    number: int
+    images: Tensor
+    """(points, C, H, W) uint8."""
+    steps: list[int]
+    """How many steps were done at each point."""
+
+
 def to_pixels(images: Tensor) -> Tensor:
     """uint8 -> float in [0, 1]."""
     return images.float() / 255

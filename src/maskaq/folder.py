@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from maskaq import randomness
 from maskaq.config import Recipe
-from maskaq.data import SyntheticSet, image_files, read_image, to_bytes
+from maskaq.data import Strip, SyntheticSet, image_files, read_image, to_bytes
 from maskaq.models import data_config, geometry
 from maskaq.watch import Watch
 
@@ -29,7 +29,7 @@ class FolderImages:
         self.geometry, config = geometry(teacher), data_config(teacher)
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
-        self.strip = torch.empty(0)
+        self.strip: Strip | None = None  # nothing is on its way
 
     @cached_property
     def files(self) -> list[Path]:
@@ -41,7 +41,6 @@ class FolderImages:
     def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, without labels: -1."""
         images = torch.cat([self._read(self.files[number]) for number in indices.tolist()])
-        self.strip = images[:1]
         return SyntheticSet(images, torch.full_like(indices, -1), indices)
 
     def shards_at_once(self, missing: int) -> int:

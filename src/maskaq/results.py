@@ -206,18 +206,29 @@ def _record(run: OpenedRun | str | Path, device: str | torch.device | None) -> R
     if not rounds:
         raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_calibrate(folder.root)}")
     models: dict[str, nn.Module] = {}
-    missing = ""
+    reasons: dict[str, None] = {}
     try:
         opened = run if isinstance(run, OpenedRun) else open_run(run)
-        for name, make in {
-            "student": opened.student,
-            "teacher": opened.teacher,
-            "searched": opened.searched,
-        }.items():
-            models[name] = make().to(pick_device(device))
+        for name in ("student", "teacher", "searched"):
+            try:
+                models[name] = getattr(opened, name)().to(pick_device(device))
+            except MaskaqError as error:
+                reasons[str(error)] = None
     except MaskaqError as error:
-        missing = str(error)
-    collected = collect.collect(recipe, seed, rounds, **models)
-    if not missing:  # else a later try may find more
+        reasons[str(error)] = None
+    collected, unfinished = collect.collect(recipe, seed, rounds, **models), _unfinished(folder, recipe)
+    if not reasons and not unfinished:  # else a later try may find more
         collect.write(folder.root, collected)
-    return Record(folder, collected, missing)
+    return Record(folder, collected, "; ".join(reasons), unfinished)
+
+
+def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
+    """How far a run came that has no model yet; nothing for one that has."""
+    if folder.path(QUANTIZED).exists() or folder.path("model.safetensors").exists():  # the latter is an older maskaq's
+        return ""
+    try:
+        saved = saved_state(folder)
+        done = f"its latest checkpoint is after {saved[1] if saved else 0} of {recipe.calibration.epochs} epochs"
+    except RunFolderError:
+        done = "its checkpoint cannot be read"
+    return f"{done}; go on with: {_calibrate(folder.root)}"

@@ -197,12 +197,20 @@ def _make_shards(run: RunFolder, source: ImageSource, round: int, shards: list[t
     start = SyntheticSet.concatenate(known) if known else None
     made = source(torch.cat([indices for _, indices in shards]), round, start)
     seconds = (time.monotonic() - began) / len(shards)
-    runfolder.write_tensors(run.path(STRIP_FILE.format(round=round)), {"images": source.strip}, {})
+    _keep_strip(run, source, round, first=shards[0][0] == 0)
     for shard, indices in shards:
         part = made[torch.isin(made.indices, indices)]
         lost = sorted(set(indices.tolist()) - set(part.indices.tolist()))
         run.save_shard(round, shard, part.tensors(), count=len(part), lost=lost)
         run.event(stage=source.stage, round=round, shard=shard, seconds=seconds, lost=lost, curves=source.curves)
+
+
+def _keep_strip(run: RunFolder, source: ImageSource, round: int, first: bool) -> None:
+    """One image of the round on its way: the first, or the first of a later shard where that one was lost."""
+    path, strip = run.path(STRIP_FILE.format(round=round)), source.strip
+    if strip is not None and (first or not path.exists()):
+        words = {"number": str(strip.number), "steps": " ".join(map(str, strip.steps))}
+        runfolder.write_tensors(path, {"images": strip.images}, words)
 
 
 def _before(run: RunFolder, source: ImageSource, round: int, shard: int) -> SyntheticSet | None:

@@ -6,6 +6,7 @@ Legend   B images   W windows of an image   H heads   T tokens of a window (pref
 A plain ViT is one window with its prefix tokens in front; Swin is many windows and no prefix.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -76,6 +77,10 @@ class Geometry:
     def to(self, device: torch.device | str) -> "Geometry":
         moved = [replace(x, raster=None if x.raster is None else x.raster.to(device)) for x in self.layers]
         return replace(self, layers=tuple(moved))
+
+    def patch_attention(self, received: Sequence[Tensor]) -> list[Tensor]:
+        """What the tokens of each layer receive -> (B, N), layer by layer: the attention of each patch."""
+        return [layer.patch_attention(rows.float()) for layer, rows in zip(self.layers, received, strict=True)]
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """(B, C, H, W) in [0, 1] -> what the model takes."""

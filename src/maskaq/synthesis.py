@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,18 +14,21 @@ from torch import Tensor, nn
 from maskaq import masks, randomness
 from maskaq.augment import jitter, quarter
 from maskaq.config import Recipe
-from maskaq.data import SyntheticSet, balanced_labels, to_bytes, to_pixels
+from maskaq.data import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.engine import PLAIN, Engine
 from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
-from maskaq.taps import Taps, taps
+from maskaq.taps import taps
 from maskaq.watch import Watch
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
+
+GridMasks = dict[tuple[int, int], Tensor]
+"""(B, N) for each grid of patches."""
 
 
 class Synthesizer:
@@ -57,8 +60,8 @@ class Synthesizer:
         """Images optimised together."""
         self.curves: list[dict[str, float]] = []
         """Mean of each term at some steps of the latest batch."""
-        self.strip = torch.empty(0)
-        """(points, C, H, W) uint8: the latest batch's first image at those steps, on its way from its start."""
+        self.strip: Strip | None = None
+        """The first image of the latest call, at its start and after some of its steps; None if it was lost."""
         self._room: int | None = None
         self._canvas: _Canvas | None = None
         self._shelf: dict[nn.Module, Tensor] = {}
@@ -71,11 +74,15 @@ class Synthesizer:
         indices = indices.to(self.device)
         images, finite = self._make(indices, round, start, attempt=0)
         if not finite.all():
-            ill = ~finite
+            ill, strip = ~finite, self.strip
             self.watch.note(
                 f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
             )
             images[ill], finite[ill] = self._make(indices[ill], round, None, attempt=1)
+            if not ill[0]:
+                self.strip = strip
+            elif not finite[0]:
+                self.strip = None
         if not finite.all():
             self.watch.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice")
         pixels = self.geometry.pixels(images[finite])
@@ -134,10 +141,11 @@ class Synthesizer:
         """Normalised images and which of them are finite; halves the batch when the GPU's memory does not hold it."""
         while True:
             try:
-                made = []
+                made, strips = [], []
                 for part in indices.split(self.batch):
                     made.append(self._make_part(part, round, start, attempt))
-                images = torch.cat(made)
+                    strips.append(self.strip)
+                images, self.strip = torch.cat(made), strips[0]
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
                 self._canvas = None
@@ -148,26 +156,35 @@ class Synthesizer:
                 self.watch.note(f"out of GPU memory: synthesis goes on with batches of {self.batch}")
 
     def _make_part(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> Tensor:
-        keys = randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round), attempt)
+        keys = self._keys(indices, round, attempt)
         images = randomness.normal(randomness.fold(keys, "start"), self.geometry.channels, *self.geometry.image_size)
         if start is not None:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
-        steps = self.recipe.steps_in_round(round)
-        if not steps:  # nothing to optimise: noise, or the images of the round before, are the images
-            self.curves, self.strip = [], to_bytes(self.geometry.pixels(images[:1])).cpu()
+        steps, way = self.recipe.steps_in_round(round), {0: images[0]}
+        if steps:
+            labels = balanced_labels(indices, self.geometry.classes)
+            images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
+        else:  # nothing to optimise: noise, or the images of the round before, are the images
+            self.curves = []
             self.watch.advance(len(images))
-            return images
-        labels = balanced_labels(indices, self.geometry.classes)
-        return self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
+        points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()
+        self.strip = Strip(int(indices[0]), points, list(way))
+        return images
 
-    def _optimise(self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float) -> Tensor:
-        """Algorithm 1, lines 2-6."""
+    def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
+        """What all randomness of these images in this round comes from."""
+        return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round), attempt)
+
+    def _optimise(
+        self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Algorithm 1, lines 2-6. Gives the images, and the first of them after some numbers of steps."""
         canvas = self._canvas_for(len(images))
         canvas.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        points, strip = [], []
+        points, way = [], {0: canvas.images.detach()[0].clone()}
         with ExitStack() as stack:
             stack.enter_context(frozen(self.student, self._shelf))
             for model in (self.teacher, self.student):
@@ -180,14 +197,13 @@ class Synthesizer:
             for step in range(steps):
                 canvas.advance()
                 if step in logged:
-                    strip.append(canvas.images.detach()[0].clone())
+                    way[step + 1] = canvas.images.detach()[0].clone()
                     points.append((step, {name: x[: len(images)].mean() for name, x in canvas.parts.items()}))
                 self.watch.advance(len(images))
-        self.strip = to_bytes(self.geometry.pixels(torch.stack(strip))).cpu()
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]
-        return canvas.images.detach()[: len(images)].clone()
+        return canvas.images.detach()[: len(images)].clone(), way
 
     def _canvas_for(self, count: int) -> "_Canvas":
         """A canvas with room for so many images. One that a replay is bound to serves every later batch that fits."""
@@ -238,11 +254,12 @@ class Synthesizer:
         layers, losses = self.geometry.layers, self.engine.losses
         view = SynthesisView(images, canvas.labels, logits.float(), layers, self.seen[config.map], run=losses, **region)
         view.keys = canvas.keys
-        view.attention = self._patch_attention(self.seen)
+        received = f"{config.map}_received"
+        view.attention = self.geometry.patch_attention(self.seen[received])
         if "student" in needs:
-            view.student_attention = self._patch_attention(self.seen_student)
+            view.student_attention = self.geometry.patch_attention(self.seen_student[received])
         if "masks" in needs:
-            view.masks = self._masks(view, now, keys)
+            view.masks = self._masks(view.attention, now, keys)
         if "heads" in needs:
             view.heads = self.seen["heads"]
         if "received" in needs:
@@ -271,16 +288,24 @@ class Synthesizer:
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
-    def _patch_attention(self, seen: Taps) -> list[Tensor]:
-        received = seen[f"{self.config.map}_received"]
-        return [x.patch_attention(rows.float()) for x, rows in zip(self.geometry.layers, received, strict=True)]
+    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round: int) -> tuple[GridMasks, GridMasks]:
+        """The informative region m and the thinned mask m' of the images of these numbers, at the last step of a round.
+
+        Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
+        finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
+        """
+        steps = max(1, self.recipe.steps_in_round(round))
+        now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
+        whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
+        keys = randomness.fold(self._keys(indices, round, attempt=0), torch.tensor([steps - 1]))
+        return self._masks(attention, whole, keys), self._masks(attention, now, keys)
 
     @torch.no_grad()
-    def _masks(self, view: SynthesisView, now: Mapping[str, Tensor], keys: Tensor) -> dict[tuple[int, int], Tensor]:
+    def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
-        found = {}
-        for grid in {layer.grid: None for layer in view.layers}:
-            rows = [alpha for layer, alpha in zip(view.layers, view.attention, strict=True) if layer.grid == grid]
+        layers, found = self.geometry.layers, {}
+        for grid in {layer.grid: None for layer in layers}:
+            rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
             lots = randomness.fold(keys, f"mask {grid}")
             found[grid] = masks.thin(masks.top_patches(alpha, now[f"k {grid}"]), now[f"keep {grid}"], lots)

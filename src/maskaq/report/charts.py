@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from maskaq.report.record import Curve, Record
 
+_BELOW = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}  # of many lines: free of the buttons
 _GREY = "rgba(128, 128, 128, 0.7)"  # seen on both grounds
 
 
@@ -24,26 +25,30 @@ class Chart:
 
 
 def _chart(id: str, title: str, figure: go.Figure, note: str = "", group: str = "") -> Chart:
-    above = 46 if figure.layout.legend.orientation == "h" else 12  # the legend, and the buttons over it
+    legend = figure.layout.legend
+    above = (
+        12 if legend.orientation is None else 30 if legend.yref == "container" else 46
+    )  # buttons, and a legend below
     figure.update_layout(template={}, margin={"l": 58, "r": 12, "t": above, "b": 44}, autosize=True)
     return Chart(id, title, note, figure.to_plotly_json(), group)
 
 
-def _lines(curves: Mapping[str, Curve], x: str, y: str = "") -> go.Figure:
-    """One line for each run; a legend where there are several."""
+def _lines(curves: Mapping[str, Curve], x: str, names: Sequence[str]) -> go.Figure:
+    """One line for each run, in the run's colour; a legend where there are several."""
     figure = go.Figure()
     for name, curve in curves.items():
         mode = "lines+markers" if len(curve.x) < 60 else "lines"
-        figure.add_scatter(x=curve.x, y=curve.y, name=name, mode=mode, marker={"size": 4}, line={"width": 1.8})
+        style = {"mode": mode, "marker": {"size": 4}, "line": {"width": 1.8}}
+        figure.add_scatter(x=curve.x, y=curve.y, name=name, meta={"colour": names.index(name)}, **style)
     marks = [curve.marks for curve in curves.values()]
     for mark in marks[0] if marks.count(marks[0]) == len(marks) else ():
         figure.add_vline(x=mark, line={"color": _GREY, "width": 1, "dash": "dot"})
-    several = len(curves) > 1
+    several = len(names) > 1
     figure.update_layout(showlegend=several, hovermode="x unified" if several else "closest", height=230)
     if several:
-        figure.update_layout(height=290, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"})
+        figure.update_layout(height=310, legend=_BELOW)
     figure.update_xaxes(title=x)
-    figure.update_yaxes(title=y, tickformat="~g")
+    figure.update_yaxes(tickformat="~g")
     return figure
 
 
@@ -60,10 +65,11 @@ def curves(records: Sequence[Record]) -> dict[str, list[Chart]]:
                 weights = {getattr(record.recipe, stage).terms.get(term) for record in records}
                 title = "learning rate" if term == "lr" else term.replace("_", " ")
                 note = f"weight {weights.pop():g}" if len(weights) == 1 and None not in weights else ""
-                stages[stage].append(_chart(f"{stage}-{term}", title, _lines(there, x), note, stage))
+                stages[stage].append(_chart(f"{stage}-{term}", title, _lines(there, x, names), note, stage))
     rates = {name: record.synthesis_rate for name, record in zip(names, records, strict=True)}
-    if any(curve.x for curve in rates.values()):
-        stages["synthesis"].append(_chart("synthesis-lr", "learning rate", _lines(rates, "step"), "", "synthesis"))
+    if rates := {name: curve for name, curve in rates.items() if curve.x}:
+        figure = _lines(rates, "step", names)
+        stages["synthesis"].append(_chart("synthesis-lr", "learning rate", figure, "", "synthesis"))
     return stages
 
 
@@ -95,7 +101,8 @@ def distances(records: Sequence[Record]) -> list[Chart]:
     ):
         figure = figures[kind]
         if figure.data:
-            figure.update_layout(height=300, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"})
+            above = {"orientation": "h", "y": 1.0, "yanchor": "bottom"}
+            figure.update_layout(height=360 if several else 300, legend=_BELOW if several else above)
             figure.update_layout(hovermode="x unified")
             figure.update_xaxes(title="attention layer", dtick=1 if len(figure.data[0].x) <= 12 else None)
             figure.update_yaxes(rangemode="tozero", tickformat="~g")
@@ -136,7 +143,7 @@ def layers(record: Record) -> dict[str, Chart | None]:
             height=380, barmode="group", bargap=0.2, legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"}
         )
         figure.update_yaxes(title="kB", row=1, col=1)
-        figure.update_yaxes(title="bits of a weight", row=2, col=1)
+        figure.update_yaxes(title="bits", row=2, col=1)
         figure.update_xaxes(showticklabels=len(names) <= 40, tickfont={"size": 9}, tickangle=-60, row=2, col=1)
         charts["sizes"] = _chart("layer-sizes", "bytes and bits of every layer", figure)
     if sensitive := record.facts.get("sensitivity"):

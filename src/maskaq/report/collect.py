@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq import randomness, runfolder
+from maskaq import runfolder
 from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, to_bytes, to_pixels
 from maskaq.errors import RunFolderError
 from maskaq.information import information_report
 from maskaq.inspection import inspect_model
 from maskaq.losses.attention import masked_difference
-from maskaq.losses.terms import SynthesisView
 from maskaq.models import geometry
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
@@ -51,7 +50,10 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Collected:
-    """`facts` are plain values, one entry for each part of the page; None is a part that could not be had."""
+    """`facts` are plain values, one entry for each part of the page; None is a part that could not be had.
+
+    An image of label -1 was made for no class; P's confidence is then of the class that P itself predicts.
+    """
 
     facts: Facts
     tensors: dict[str, Tensor]
@@ -71,23 +73,26 @@ def collect(
 
     Args:
         rounds: the first images of each round.
-        teacher: P; without it there are no predictions, no attention and no sensitivity.
+        teacher: P; without it there are no sizes, no predictions, no attention and no sensitivity.
         searched: Q before calibration.
         student: Q after it; without it there are no sites.
     """
     began = time.monotonic()
+    if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
+        rounds = {round: replace(images, labels=torch.full_like(images.labels, -1)) for round, images in rounds.items()}
     images = rounds[max(rounds)]
     facts: Facts = dict.fromkeys(("model", "attention", "sites", "sizes", "sensitivity", "information"))
     facts["images"], tensors = _pictures(rounds)
     if student is not None:
         facts["sites"] = _sites(student, images[:PROBES])
+    if teacher is not None:
+        facts["model"] = _model(teacher)
+        facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
     if teacher is not None and searched is not None and student is not None:
         models = {"teacher": teacher, "searched": searched, "student": student}
         seen = {name: _look(model, images[:SAMPLED]) for name, model in models.items()}
-        facts["model"] = _model(teacher)
         _add_predictions(facts["images"], seen, _class_names(teacher))
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
-        facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
         facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES])
         facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
@@ -188,8 +193,7 @@ def _look(model: nn.Module, images: SyntheticSet) -> Seen:
             logits = model(facts.normalise(to_pixels(part.to(device))))
             probs.append(logits.float().softmax(dim=1).cpu())
             for kind, batches in received.items():
-                rows = zip(facts.layers, seen[f"{kind}_received"], strict=True)
-                batches.append([layer.patch_attention(row.float()).cpu() for layer, row in rows])
+                batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
     return Seen(torch.cat(probs), joined)
 
@@ -226,10 +230,11 @@ def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], names: list[str]
     pictures |= {"sampled": len(p), "agreement": agreement}
     for i, picture in enumerate(pictures["shown"]):
         top, by_student = int(p[i].argmax()), int(q[i].argmax())
-        picture |= {"teacher": top, "confidence": p[i, picture["label"]].item()}
-        picture |= {"student": by_student, "student_confidence": q[i, picture["label"]].item()}
+        sure_of = picture["label"] if picture["label"] >= 0 else top  # without a label: of what P itself says
+        picture |= {"teacher": top, "confidence": p[i, sure_of].item()}
+        picture |= {"student": by_student, "student_confidence": q[i, sure_of].item()}
         picture |= {"agree": top == by_student}
-        pictures["names"] |= {str(c): names[c] for c in (picture["label"], top, by_student) if names}
+        pictures["names"] |= {str(c): names[c] for c in (sure_of, top, by_student) if names}
 
 
 def _attention(
@@ -244,7 +249,8 @@ def _attention(
     """Maps of the chosen images, their masks, and the distance between P and Q layer by layer."""
     layers, kind = geometry(teacher).layers, recipe.synthesis.map
     chosen = images[:CHOSEN]
-    regions, thinned = _masks(recipe, seed, round, images[:SAMPLED], teacher, student, seen["teacher"].received[kind])
+    synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
+    regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round)
     tensors: dict[str, Tensor] = {}
     for i in range(len(layers)):
         maps = torch.stack([seen[name].received[kind][i][: len(chosen)] for name in seen])  # (models, images, N)
@@ -272,30 +278,6 @@ def _attention(
         "distance": {name: distances(name) for name in seen if name != "teacher"},
     }
     return facts, tensors
-
-
-def _masks(
-    recipe: Recipe,
-    seed: int,
-    round: int,
-    images: SyntheticSet,
-    teacher: nn.Module,
-    student: nn.Module,
-    attention: list[Tensor],
-) -> tuple[dict[tuple[int, int], Tensor], dict[tuple[int, int], Tensor]]:
-    """m and m' of each grid, by the rule and with the random numbers of the round's last step (Eqs. 11-13).
-
-    The images are as that step left them, and not jittered as they were in it.
-    """
-    synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
-    steps = max(1, recipe.steps_in_round(round))  # images that were not optimised have the masks of a first step
-    now = {name: torch.tensor(values[-1]) for name, values in synthesizer._schedule(steps, lr=0.0).items()}
-    keys = randomness.fold(randomness.fold(randomness.image_keys(seed, images.indices), round), 0)
-    keys = randomness.fold(keys, torch.tensor([steps - 1]))
-    unseen = torch.empty(0)
-    view = SynthesisView(unseen, images.labels, unseen, geometry(teacher).layers, (), attention=attention)
-    whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
-    return synthesizer._masks(view, whole, keys), synthesizer._masks(view, now, keys)
 
 
 # ---- layers
@@ -398,8 +380,9 @@ def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts
 
     The informative region is told by the attention that the patches of the teacher's last layer receive.
     """
+    known = labels.cpu() if (labels >= 0).all() else None
     regions = teacher.received["probs"][-1]
-    found = information_report(teacher.probs.cpu(), student.probs.cpu(), labels.cpu(), regions.float().cpu())
+    found = information_report(teacher.probs.cpu(), student.probs.cpu(), known, regions.float().cpu())
     return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
 
 

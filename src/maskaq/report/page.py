@@ -78,6 +78,8 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
         "won_back": [won_back(record) for record in records],
         "worst": [worst(record) for record in records],
         "sensitive": [sensitive(record) for record in records],
+        "leads": [lead(record) for record in records],
+        "settings": {key: None for record in records for key in record.settings},
     }
     if pictures:
         context["layers"] = charts.layers(records[0]) if len(records) == 1 else {}
@@ -93,6 +95,16 @@ def _all_charts(context: Mapping[str, Any]) -> list["charts.Chart"]:
 
 
 # ---- what is said in words and tables
+
+
+def lead(record: Record) -> str:
+    """What was calibrated on, in a sentence."""
+    images, folder = record.recipe.synthesis.images, record.recipe.synthesis.folder
+    return {
+        "synthetic": f"made from {images} images that the model dreamt up itself: no image of anybody's data was used.",
+        "noise": f"made from {images} images of Gaussian noise: no image of anybody's data was used.",
+        "real": f"calibrated on {images} REAL images of {folder}: a ceiling for the method, NOT data-free.",
+    }[record.kind]
 
 
 def won_back(record: Record) -> float | None:
@@ -117,8 +129,10 @@ def sensitive(record: Record, count: int = 10) -> list[dict[str, Any]]:
     return sorted(rows[1:], key=lambda row: -(row["kl"] or 0.0))[:count]
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | None) -> str:
     """90 -> 1:30; 5000 -> 1:23:20; below ten seconds with a decimal."""
+    if seconds is None:
+        return "not recorded"
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, s = divmod(round(seconds), 60)
@@ -138,7 +152,7 @@ def cell(value: Any) -> str:
     """A setting as one writes it."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(cell(item) for item in value) + "]"
-    return f"{value:g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
 
 
 # ---- pictures
@@ -158,6 +172,13 @@ def _name(record: Record, label: int) -> str:
     return str(record.facts["images"]["names"].get(str(label), f"class {label}")).split(",")[0]
 
 
+def _known_as(record: Record, picture: Mapping[str, Any]) -> str:
+    """The class an image was made for; one that was made for none goes by what P says, if that is known."""
+    if picture["label"] >= 0:
+        return _name(record, picture["label"])
+    return f"P says {_name(record, picture['teacher'])}" if "teacher" in picture else "no label"
+
+
 def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
     """The images with their labels, what the teacher thinks of them and whether the student thinks the same."""
     pictures = record.facts["images"]["shown"]
@@ -167,7 +188,7 @@ def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
         picture
         | {
             "src": data_uri(image),
-            "name": _name(record, picture["label"]),
+            "name": _known_as(record, picture),
             "teacher_name": _name(record, picture.get("teacher", -1)),
             "student_name": _name(record, picture.get("student", -1)),
         }
@@ -188,12 +209,16 @@ def _rounds(record: Record) -> list[dict[str, Any]]:
 def _strips(record: Record) -> list[dict[str, Any]]:
     """One image from noise to final, and over the refreshes."""
     strips = []
+    shown = {picture["number"]: picture for picture in record.facts["images"]["shown"]}
     for round in spread(sorted(record.strips), _STRIPS):
-        images, steps = thumbnails(record.strips[round], SMALL_SIDE), record.steps(round)
-        if len(steps) != len(images):
-            steps = list(range(1, len(images) + 1))
-        frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, steps, strict=True)]
-        strips.append({"round": round + 1, "frames": frames})
+        strip = record.strips[round]
+        images = thumbnails(strip.images, SMALL_SIDE)
+        frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, strip.steps, strict=True)]
+        known = shown.get(strip.number)
+        whose = f"image {strip.number}" + (
+            f" of the grid: {_known_as(record, known)}" if known else ", not in the grid"
+        )
+        strips.append({"round": round + 1, "whose": whose, "frames": frames})
     return strips
 
 
@@ -212,7 +237,7 @@ def _maps(record: Record) -> dict[str, Any] | None:
         "map": facts["map"],
         "models": facts["models"],
         "images": [
-            {"src": data_uri(image), "name": _name(record, picture["label"]), "number": picture["number"]}
+            {"src": data_uri(image), "name": _known_as(record, picture), "number": picture["number"]}
             for image, picture in zip(tensors["chosen"], shown, strict=False)
         ],
         "layers": layers,

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from maskaq import runfolder
 from maskaq.config import Recipe, recipe_from_dict, to_dict
+from maskaq.data import Strip
 from maskaq.report.collect import Collected
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import cosine
 
 STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way
 METRICS_FILE = "metrics.json"
+SAVED_FILE = "quantized/model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Record:
     collected: Collected
     missing: str = ""
     """Why parts of what was collected are not there."""
+    unfinished: str = ""
+    """How far a run came that is not finished."""
 
     @property
     def name(self) -> str:
@@ -44,6 +46,11 @@ class Record:
     @cached_property
     def recipe(self) -> Recipe:
         return recipe_from_dict(self.run.identity["recipe"])
+
+    @property
+    def kind(self) -> str:
+        """What its images are."""
+        return "real" if not self.recipe.data_free else "synthetic" if self.recipe.most_steps else "noise"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -79,8 +86,8 @@ class Record:
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
-        rows = self.metrics.get("accuracy", {})
-        return {name: row for name, row in rows.items() if isinstance(row, dict)}
+        rows, figures = self.metrics.get("accuracy", {}), {"top1", "top5", "standard_error", "n"}
+        return {name: row for name, row in rows.items() if isinstance(row, dict) and figures <= row.keys()}
 
     @property
     def bytes(self) -> tuple[int, int] | None:
@@ -90,14 +97,23 @@ class Record:
             return None
         return sum(row["float_bytes"] for row in rows), sum(row["quantized_bytes"] for row in rows)
 
+    @property
+    def saved(self) -> int | None:
+        """Bytes of the quantized model's file; None where there is none."""
+        path = self.run.path(SAVED_FILE)
+        return path.stat().st_size if path.exists() else None
+
     @cached_property
-    def strips(self) -> dict[int, Tensor]:
-        """Round -> one image on its way, (points, C, H, W)."""
+    def strips(self) -> dict[int, Strip]:
+        """Round -> one image on its way."""
         found = {}
         for round in range(len(self.recipe.rounds)):
             path = self.run.path(STRIP_FILE.format(round=round))
             if path.exists():
-                found[round] = runfolder.read_tensors(path)[0]["images"]
+                tensors, words = runfolder.read_tensors(path, "delete it: the report does without it")
+                if "number" in words:  # else nobody knows whose way it is
+                    steps = [int(step) for step in words["steps"].split()]
+                    found[round] = Strip(int(words["number"]), tensors["images"], steps)
         return found
 
     # ---- curves
@@ -105,21 +121,20 @@ class Record:
     @cached_property
     def _events(self) -> tuple[dict[tuple[int, int], dict[str, Any]], dict[int, dict[str, Any]]]:
         """Shards by (round, shard) and epochs by number: what was done again after a kill counts once."""
-        events = self.run.events()
-        shards = {(e["round"], e["shard"]): e for e in events if e.get("stage") == "synthesize"}
-        epochs = {e["epoch"]: e for e in events if e.get("stage") == "calibrate"}
+        events = [event for event in self.run.events() if isinstance(event, dict)]
+        shards = {(e["round"], e["shard"]): e for e in events if {"round", "shard", "curves"} <= e.keys()}
+        epochs = {e["epoch"]: e for e in events if {"round", "epoch"} <= e.keys()}
         return dict(sorted(shards.items())), dict(sorted(epochs.items()))
 
     @property
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, float | None]:
+        """Of each stage and in all; None where the events are not there any more."""
         shards, epochs = self._events
-        named = {"synthesis": shards.values(), "calibration": epochs.values()}
-        return {stage: sum(e.get("seconds", 0.0) for e in events) for stage, events in named.items()}
-
-    def steps(self, round: int) -> list[int]:
-        """The steps of a round at which its losses were taken, and its strip."""
-        curves = [e["curves"] for (r, _), e in self._events[0].items() if r == round and e.get("curves")]
-        return [point["step"] for point in curves[-1]] if curves else []
+        named = {"synthesis": [*shards.values()], "calibration": [*epochs.values()]}
+        named["all"] = [*shards.values(), *epochs.values()]
+        return {
+            stage: sum(e.get("seconds", 0.0) for e in events) if events else None for stage, events in named.items()
+        }
 
     @cached_property
     def synthesis(self) -> dict[str, Curve]:
@@ -143,7 +158,7 @@ class Record:
         config, offsets, curve = self.recipe.synthesis, self._offsets(), Curve([], [], self._marks(self._offsets()))
         for round in sorted({round for round, _ in self._events[0]}):
             steps = self.recipe.steps_in_round(round)
-            for step in sorted({i * (steps - 1) // 99 for i in range(100)}):
+            for step in sorted({i * (steps - 1) // 99 for i in range(100) if steps}):
                 curve.x.append(offsets[round] + step)
                 curve.y.append(self.recipe.lr_in_round(round) * cosine(step / steps, config.lr_final))
         return curve

@@ -67,7 +67,8 @@ drawn.then(() => document.documentElement.setAttribute("data-drawn", String(plot
 function showFrame() {
   const films = [...document.querySelectorAll(".film")], range = $("strip-step");
   films.forEach((film, i) => { film.hidden = i !== Number($("strip-round").value); });
-  const frames = films.find((film) => !film.hidden).children;
+  const film = films.find((film) => !film.hidden), frames = film.children;
+  $("strip-whose").textContent = film.dataset.whose;
   range.max = frames.length - 1;
   const frame = frames[Number(range.value)];
   $("strip-image").src = frame.src;
@@ -131,6 +132,7 @@ function attention(facts) {
   function show() {
     const image = Number($("map-image").value), index = Number($("map-layer").value), layer = layers[index];
     $("map-label").textContent = `${index + 1} of ${layers.length}: ${layer.name}`;
+    $("map-whose").textContent = `image ${facts.images[image].number}: ${facts.images[image].name}, layer ${$("map-label").textContent}`;
     $("map-layer").setAttribute("aria-valuetext", `layer ${index + 1}, ${layer.name}`);
     document.querySelectorAll(".maps canvas").forEach((canvas) => {
       paint(canvas, Number(canvas.dataset.model), image, layer);

@@ -325,12 +325,12 @@ def test_information_has_its_sentence_and_its_table(own):
     assert kept.facts["information"]["teacher information"]["value"] is not None
     kept.facts["information"] = {
         "summary": {"value": None, "meaning": "What it says and what it does not."},
-        "I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class"},
+        "I(z_p; y)": {"value": 1.25, "meaning": "nats that P's prediction says of the class | in bits: 1.8"},
     }
     collect.write(own, kept)
     html, markdown = read_page(own)
     assert "<p>What it says and what it does not.</p>" in html and "\nWhat it says and what it does not.\n" in markdown
-    assert "| I(z_p; y) | 1.25: nats that P's prediction" in markdown
+    assert "| I(z_p; y) | 1.25 | nats that P's prediction says of the class \\| in bits: 1.8 |\n" in markdown
 
 
 # ---- images that were not dreamt up
@@ -471,7 +471,7 @@ def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(f
         assert torch.equal(strip.images[-1], first[round].images[0])
     assert torch.equal(record.strips[1].images[0], first[0].images[0])  # a warm refresh starts where it was
     html, _ = read_page(finished)
-    assert html.count('data-whose="image 0 of the grid: class 0"') == 2
+    assert html.count('data-whose="image #0 of the grid: class 0"') == 2
 
 
 def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
@@ -652,7 +652,7 @@ def test_the_slider_shows_one_image_from_noise_to_final(browser, page):
     final = ask(browser, "document.getElementById('strip-image').src")
     browser.find_element("id", "strip-step").send_keys(Keys.HOME)
     assert ask(browser, "document.getElementById('strip-label').textContent") == "round 1, step 0"
-    assert ask(browser, "document.getElementById('strip-whose').textContent") == "image 0 of the grid: class 0"
+    assert ask(browser, "document.getElementById('strip-whose').textContent") == "image #0 of the grid: class 0"
     assert ask(browser, "document.getElementById('strip-image').src") != final
 
 
@@ -681,6 +681,8 @@ def test_a_page_of_several_runs_and_one_of_a_run_without_teacher_open_without_co
     assert complaints(browser) == [] and ask(browser, "document.documentElement.scrollWidth") <= 390
     forget(own)
     (own.parent / "vit.safetensors").unlink()
+    for text in read_page(own, vit, out=tmp_path / "both.html"):
+        assert "Parts of run (1) could not be had" in text
     show(browser, results.write_report(own, device="cpu"), 1280)
     assert complaints(browser) == []
     assert "could not be had" in browser.find_element("id", "attention").text

@@ -59,7 +59,7 @@ def _environment(autoescape: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"duration": duration, "size": size, "figure": figure, "cell": cell}
+    filters = {"duration": duration, "size": size, "figure": figure, "cell": cell, "inline": inline}
     environment.filters |= filters  # type: ignore[assignment]
     return environment
 
@@ -155,6 +155,11 @@ def cell(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
 
 
+def inline(text: str) -> str:
+    """Text for a cell of a Markdown table, where a bar would begin the next cell."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
 # ---- pictures
 
 
@@ -215,7 +220,7 @@ def _strips(record: Record) -> list[dict[str, Any]]:
         images = thumbnails(strip.images, SMALL_SIDE)
         frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, strip.steps, strict=True)]
         known = shown.get(strip.number)
-        whose = f"image {strip.number}" + (
+        whose = f"image #{strip.number}" + (
             f" of the grid: {_known_as(record, known)}" if known else ", not in the grid"
         )
         strips.append({"round": round + 1, "whose": whose, "frames": frames})

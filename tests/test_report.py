@@ -688,6 +688,13 @@ def test_a_page_of_several_runs_and_one_of_a_run_without_teacher_open_without_co
     assert "could not be had" in browser.find_element("id", "attention").text
 
 
+@pytest.mark.parametrize("kind", ["real", "noise"])
+def test_a_page_of_images_that_were_not_optimised_opens_without_complaint(browser, unlabelled, kind):
+    show(browser, results.write_report(unlabelled[kind], device="cpu"), 390)
+    assert complaints(browser) == [] and ask(browser, "document.documentElement.scrollWidth") <= 390
+    assert "needs labels" in browser.find_element("id", "information").text
+
+
 def test_the_page_prints(browser, page):
     show(browser, page, 1280)
     printed = browser.execute_cdp_cmd("Page.printToPDF", {})

@@ -87,7 +87,12 @@ class Mask:
 @dataclass(frozen=True, kw_only=True)
 class Synthesis:
     images: int = setting(10_000, "synthetic images", low=1)
-    steps: int = setting(2_000, "optimiser steps for each image; 0: the images are noise", low=0)
+    steps: int = setting(2_000, "optimiser steps for each image; 0: the images are what they start from", low=0)
+    start: str = setting(
+        "noise",
+        "what an image starts from: noise, or dead leaves, shapes that lie over each other (not in the paper)",
+        choices=("noise", "leaves"),
+    )
     batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
     lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)

@@ -144,7 +144,7 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     how = recipe.caveat or f"x {synthesis.steps} steps, in batches of {synthesis.batch}"
     table.add_row("images", f"{synthesis.images} {how}")
     if refreshes:
-        start = "continuing" if recipe.refresh.start == "warm" else "from noise"
+        start = "continuing" if recipe.refresh.start == "warm" else f"from {synthesis.start}"
         times = "once" if refreshes == 1 else f"{refreshes} times"
         table.add_row("refresh", f"{times}, {start}, {recipe.steps_in_round(1)} steps each")
     else:

@@ -16,6 +16,7 @@ from maskaq.augment import jitter, quarter
 from maskaq.config import Recipe
 from maskaq.data import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.engine import PLAIN, Engine
+from maskaq.leaves import dead_leaves
 from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
@@ -157,7 +158,7 @@ class Synthesizer:
 
     def _make_part(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> Tensor:
         keys = self._keys(indices, round, attempt)
-        images = randomness.normal(randomness.fold(keys, "start"), self.geometry.channels, *self.geometry.image_size)
+        images = self._start(randomness.fold(keys, "start"))
         if start is not None:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
@@ -176,6 +177,13 @@ class Synthesizer:
     def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
         """What all randomness of these images in this round comes from."""
         return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round), attempt)
+
+    def _start(self, keys: Tensor) -> Tensor:
+        """What images are before their first step, normalised."""
+        shape = self.geometry.channels, *self.geometry.image_size
+        if self.config.start == "leaves":
+            return self.geometry.normalise(dead_leaves(keys, *shape))
+        return randomness.normal(keys, *shape)
 
     def _optimise(
         self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float

@@ -50,7 +50,8 @@ class Record:
     @property
     def kind(self) -> str:
         """What its images are."""
-        return "real" if not self.recipe.data_free else "synthetic" if self.recipe.most_steps else "noise"
+        made = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
+        return made if self.recipe.data_free else "real"
 
     @cached_property
     def settings(self) -> dict[str, Any]:

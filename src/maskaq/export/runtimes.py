@@ -98,8 +98,8 @@ def bench_files(
 ) -> Iterator[Speed]:
     """Speeds of named files in ONNX Runtime and, where it is installed, OpenVINO; ratios are to the first.
 
-    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores, where each
-    waits for whatever else the scheduler puts there, and all others wait for it.
+    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores. Measure on
+    idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
     """
     size = metadata_of(next(iter(files.values())))["input_size"]
     runs: dict[tuple[str, str], Run] = {

@@ -369,6 +369,15 @@ def fail():
 
 
 @needs_onnx
+def test_a_file_that_no_runtime_takes_is_named(vit, tmp_path):
+    def unknown_operator(tensors, proto):
+        proto.graph.node[-1].op_type = "Nothing"
+
+    with pytest.raises(ExportError, match="changed.onnx cannot be run"):
+        list(bench_files({"a": changed(vit[1], tmp_path, unknown_operator)}, batches=(1,), repeats=1))
+
+
+@needs_onnx
 def test_speeds_are_ratios_to_the_first_file(vit):
     rows = list(bench_files({"a": vit[1], "b": vit[1]}, batches=(1, 2), threads=1, repeats=2))
     ours = [row for row in rows if row.runtime == "onnxruntime"]

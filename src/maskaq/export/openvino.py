@@ -4,9 +4,10 @@ It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip
 
     Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
 
-which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but for b = 2, 3, 5, 6 and 7 the
-CPU plugin (2026.4) spreads its levels over 256 and rounds them there: products come out wrong by half a percent. The
-graph is read, not converted: `openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
+which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes up
+only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
+`DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The graph is read, not converted:
+`openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
 """
 
 import tempfile
@@ -119,7 +120,11 @@ class OpenvinoModel(nn.Module):
 
 
 def products(file: str | Path) -> tuple[int, int, int]:
-    """Matrix products in integers, those in float, and attentions that are one fused kernel each."""
+    """Matrix products in integers, those in float, and attentions that are one fused kernel each.
+
+    By the precision that OpenVINO reports, which is int8 also where it quantizes activations of its own accord: that a
+    product is one of our codes is for `verify_openvino` to say.
+    """
     kinds: Counter[str] = Counter()
     for node in compiled(read(file)).get_runtime_model().get_ops():
         notes = {key: node.get_rt_info()[key].value for key in ("layerType", "runtimePrecision", "originalLayersNames")}

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maskaq.errors import ExportError, MaskaqError
 from maskaq.export import onnx as onnx_files
 from maskaq.export.onnx import INPUT, OUTPUT
 from maskaq.export.verify import onnx, onnxruntime, session
@@ -174,12 +176,25 @@ def _seconds(run: Run, images: np.ndarray, times: int) -> float:
 
 
 def _onnxruntime(file: str | Path, threads: int) -> Run:
-    runner = session(file, threads=threads)
+    with _explained(file):
+        runner = session(file, threads=threads)
     return lambda images: runner.run([OUTPUT], {INPUT: images})
 
 
 def _openvino(file: str | Path, threads: int) -> Run:
     from maskaq.export.openvino import compiled, read
 
-    request = compiled(read(file), threads).create_infer_request()
+    with _explained(file):
+        request = compiled(read(file), threads).create_infer_request()
     return lambda images: request.infer({0: images}, share_inputs=True)
+
+
+@contextmanager
+def _explained(file: str | Path) -> Iterator[None]:
+    """Runtimes raise classes of their own for a file that is damaged."""
+    try:
+        yield
+    except MaskaqError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{file} cannot be run: {str(error).strip().splitlines()[-1]}") from error

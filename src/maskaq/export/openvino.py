@@ -4,8 +4,8 @@ It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip
 
     Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
 
-which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes up
-only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
+which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes
+up only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
 `DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The graph is read, not converted:
 `openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
 """

@@ -1,5 +1,6 @@
 """Exported files: what they store, what they compute, and that a wrong one is refused."""
 
+import errno
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from helpers import pair, small_recipe, tiny_swin, tiny_vit
 import maskaq
 from maskaq.cli import main
 from maskaq.deployed import CodedWeight, FixedGrid, deploy
-from maskaq.errors import ExportError
+from maskaq.errors import ExportError, MaskaqError
 from maskaq.export import export
 from maskaq.export.pt2 import NOTES, export_pt2, verify_pt2
 from maskaq.models import geometry
@@ -24,6 +25,9 @@ from maskaq.models import geometry
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 missing = [name for name in EXTRAS if not find_spec(name)]
 needs_onnx = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (pip install maskaq[onnx])")
+needs_openvino = pytest.mark.skipif(
+    bool(missing) or not find_spec("openvino"), reason="openvino not installed (pip install maskaq[openvino])"
+)
 if not missing:
     import onnx
     from onnx import numpy_helper
@@ -80,8 +84,8 @@ def test_every_kind_of_model_computes_the_same_codes_in_integer_products(variant
     assert found.weights == sum(isinstance(m, CodedWeight) for m in model.modules())
     assert found.codes > 0 and found.turned <= 1e-4 * found.codes
     assert found.agreement >= 0.8
-    integer, in_float = products(file)
-    assert in_float == 0 and integer > 0
+    count = products(file)
+    assert count.in_float == 0 and count.integer > 0
 
 
 @needs_onnx
@@ -91,7 +95,7 @@ def test_every_bit_width_computes_the_same_codes_in_integer_products(bits, tmp_p
     file = export_onnx(model, tmp_path / "model.onnx")
     verify(file, model, images_for(model))
     left = operators(file)
-    assert products(file)[1] == 0
+    assert products(file).in_float == 0
     assert left["DequantizeLinear"] == 0 and left["Cast"] == 0 and left["Conv"] == 1
     assert (left["Clip"] > 0) == (bits[-1] != "8")
 
@@ -101,7 +105,7 @@ def test_layers_that_stay_in_float_are_the_only_float_products(tmp_path):
     model = deployed("w4a4", tiny_vit, "quantization.first_last=float")
     file = export_onnx(model, tmp_path / "model.onnx")
     verify(file, model, images_for(model))
-    assert products(file)[1] == 1  # the classifier
+    assert products(file).in_float == 1  # the classifier
 
 
 @needs_onnx
@@ -232,6 +236,147 @@ def test_a_failed_verification_leaves_no_file_and_the_old_one_untouched(vit, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"] and file.read_text() == "old"
 
 
+# ---- OpenVINO's own files
+
+
+@pytest.fixture(scope="module")
+def openvino_vit(vit, tmp_path_factory):
+    """The tiny ViT as OpenVINO's two files."""
+    from maskaq.export.openvino import export_openvino
+
+    return vit[0], export_openvino(vit[0], tmp_path_factory.mktemp("openvino") / "vit.xml", {"recipe": {"a": 1}})
+
+
+@needs_openvino
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model_computes_the_same_codes_in_openvino(variant, tmp_path):
+    model = deployed("w4a4", VARIANTS[variant])
+    found = export(model, tmp_path / "model.xml", "openvino", images_for(model))
+    assert found.sites == sum(isinstance(m, FixedGrid) for m in model.modules())
+    assert found.weights == sum(isinstance(m, CodedWeight) for m in model.modules())
+    assert found.codes > 0 and found.turned <= 1e-4 * found.codes
+    assert found.agreement >= 0.8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.bin", "model.xml"]
+
+
+@needs_openvino
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"])
+def test_every_bit_width_computes_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
+    from maskaq.export.openvino import read, verify_openvino
+
+    model = deployed(bits, lambda: tiny_vit(depth=1))
+    export(model, tmp_path / "model.xml", "openvino", images_for(model))
+    verify_openvino(tmp_path / "model.xml", model, images_for(model))
+    nodes = read(tmp_path / "model.xml").get_ops()
+    codes = [node for node in nodes if node.get_friendly_name().endswith(".codes")]
+    assert {node.get_element_type().to_string() for node in codes} == {"i8" if int(bits[1]) > 4 else "i4"}
+    assert products(tmp_path / "model.xml").in_float == 0 < products(tmp_path / "model.xml").integer
+    ours = export_onnx(model, tmp_path / "model.onnx")
+    assert (tmp_path / "model.bin").stat().st_size <= ours.stat().st_size
+
+
+def one_number(name, change):
+    """The graph with one constant changed, saved again."""
+
+    def changed(file, place):
+        import openvino
+        from openvino import opset13
+
+        from maskaq.export.openvino import read
+
+        program = read(file)
+        node = next(node for node in program.get_ops() if node.get_friendly_name() == name)
+        if node.get_type_name() == "FakeQuantize":
+            node = node.input_value(2).get_node()  # the upper end of what comes in
+        values = np.array(node.get_data())
+        values.reshape(-1)[5 % values.size] = change(values.reshape(-1)[5 % values.size])
+        raw = node.get_element_type() == openvino.Type.i4
+        tensor = openvino.Tensor(values, list(node.get_output_shape(0)), node.get_element_type()) if raw else values
+        new = opset13.constant(tensor)
+        new.set_friendly_name(node.get_friendly_name())
+        for reader in node.output(0).get_target_inputs():
+            reader.replace_source_output(new.output(0))
+        openvino.save_model(program, place, compress_to_fp16=False)
+
+    return changed
+
+
+@needs_openvino
+@pytest.mark.parametrize(
+    "change",
+    [
+        one_number("blocks.1.mlp.fc1.weight.codes", lambda code: code ^ 1),
+        one_number("blocks.1.mlp.fc1.weight.scale", lambda scale: scale * np.float32(1.01)),
+        one_number("blocks.1.attn.av.a_grid", lambda end: end * np.float32(1.01)),
+    ],
+    ids=["a weight's code", "a weight's scale", "a grid's end"],
+)
+def test_openvino_files_with_one_number_changed_are_refused(openvino_vit, tmp_path, change):
+    from maskaq.export.openvino import verify_openvino
+
+    model, file = openvino_vit
+    change(file, tmp_path / "changed.xml")
+    with pytest.raises(ExportError, match="does not compute what the model computes"):
+        verify_openvino(tmp_path / "changed.xml", model, images_for(model))
+
+
+@needs_openvino
+@pytest.mark.parametrize("end", [".xml", ".bin"])
+def test_an_openvino_file_that_is_cut_or_gone_is_refused_by_name(openvino_vit, tmp_path, end):
+    from maskaq.export.openvino import read
+
+    for suffix in (".xml", ".bin"):
+        (tmp_path / f"cut{suffix}").write_bytes(openvino_vit[1].with_suffix(suffix).read_bytes())
+    (tmp_path / f"cut{end}").write_bytes((tmp_path / f"cut{end}").read_bytes()[:-1000])
+    with pytest.raises(ExportError, match="cannot read .*cut.xml as an OpenVINO model"):
+        read(tmp_path / "cut.xml")
+    (tmp_path / f"cut{end}").unlink()
+    with pytest.raises(ExportError, match="cannot read .*cut.xml as an OpenVINO model"):
+        read(tmp_path / "cut.xml")
+
+
+@needs_openvino
+def test_openvino_files_that_fail_leave_nothing_and_the_old_ones_untouched(openvino_vit, tmp_path, monkeypatch):
+    model, images = openvino_vit[0], images_for(openvino_vit[0])
+    for name in ("model.xml", "model.bin"):
+        (tmp_path / name).write_text(f"old {name}")
+
+    def kept():
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    old = kept()
+    with pytest.raises(ExportError, match="a name that ends in .xml"):
+        export(model, tmp_path / "model.bin", "openvino", images)
+    assert kept() == old
+    with monkeypatch.context() as patch:
+        patch.setattr("maskaq.export.verify.NEAR", -1.0)
+        patch.setattr("maskaq.export.verify.LOGITS", -1.0)
+        with pytest.raises(ExportError, match="does not compute"):
+            export(model, tmp_path / "model.xml", "openvino", images)
+    assert kept() == old
+    with monkeypatch.context() as patch:  # the second of the two renames to their places fails
+        real = os.replace
+        patch.setattr(
+            os, "replace", lambda a, b: real(a, b) if Path(b).name != "model.xml" or ".aside" in str(a) else fail()
+        )
+        with pytest.raises(MaskaqError, match="disk full"):
+            export(model, tmp_path / "model.xml", "openvino", images)
+    assert kept() == old
+
+
+def fail():
+    raise OSError(errno.ENOSPC, "no space")
+
+
+@needs_onnx
+def test_a_file_that_no_runtime_takes_is_named(vit, tmp_path):
+    def unknown_operator(tensors, proto):
+        proto.graph.node[-1].op_type = "Nothing"
+
+    with pytest.raises(ExportError, match="changed.onnx cannot be run"):
+        list(bench_files({"a": changed(vit[1], tmp_path, unknown_operator)}, batches=(1,), repeats=1))
+
+
 @needs_onnx
 def test_speeds_are_ratios_to_the_first_file(vit):
     rows = list(bench_files({"a": vit[1], "b": vit[1]}, batches=(1, 2), threads=1, repeats=2))
@@ -293,13 +438,29 @@ def test_the_example_evaluates_a_file_without_maskaq(vit, tmp_path):
     assert "of 4 images" in told
 
 
-def test_without_the_packages_the_command_says_what_to_install():
+@needs_openvino
+def test_the_command_line_exports_to_openvino_and_measures_it(run_folder, tmp_path):
+    """In a process of its own: two runtimes with threads of their own do not belong into a test's worker."""
+    file, figures = str(tmp_path / "m.xml"), tmp_path / "figures.json"
+    told = command("export", run_folder / "quantized", "--format", "openvino", "-o", file, "--data", "cifar10-demo")
+    assert "verified on 16 synthetic images" in told.stdout and "0 in float" in told.stdout, told
+    assert "m.xml and .bin" in told.stdout and "top-1" in told.stdout
+    command("bench-runtime", file, "--batch", "1", "--repeats", "1", "--threads", "1", "--json", figures)
+    found = {(row["file"], row["runtime"]) for row in json.loads(figures.read_text())["speeds"]}
+    assert found == {("float32", "onnxruntime"), ("float32", "openvino"), (file, "openvino")}
+
+
+def command(*words, without=(), code=0):
     environment = os.environ | {"PYTHONPATH": str(Path(maskaq.__file__).parent.parent)}
-    code = (
-        "import sys\n"
-        "for name in ('onnx', 'onnx_ir', 'onnxruntime'): sys.modules[name] = None\n"
-        "from maskaq.cli import main\n"
-        "sys.exit(main(['bench-runtime', 'model.onnx']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 1 and 'pip install "maskaq[onnx]"' in done.stderr, done.stderr
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in without), "from maskaq.cli import main"]
+    script = "\n".join([*lines, f"sys.exit(main({list(map(str, words))}))"])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_without_the_packages_the_command_says_what_to_install(run_folder):
+    done = command("bench-runtime", "model.onnx", without=("onnx", "onnx_ir", "onnxruntime"), code=1)
+    assert 'pip install "maskaq[onnx]"' in done.stderr, done.stderr
+    done = command("export", run_folder, "--format", "openvino", without=("openvino",), code=1)
+    assert 'pip install "maskaq[openvino]"' in done.stderr, done.stderr

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, content, hook, in_process, t
 
 import maskaq
 from maskaq import pretrained, run, runfolder, zoo
+from maskaq.cli import main
 from maskaq.config import Quantization
 from maskaq.deployed import deploy
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
@@ -403,7 +405,7 @@ def change(folder, edit, *, sealed=False, tensors=None):
         described = {key: config.get(key) for key in json.loads(metadata["config"])}
         data = runfolder.seal(held if tensors is None else tensors, {"config": json.dumps(described)})
         (folder / "model.safetensors").write_bytes(data)
-        config["weights"]["sha256"] = pretrained.sha256(data).hexdigest()
+        config["weights"]["sha256"] = sha256(data).hexdigest()
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -494,6 +496,40 @@ def test_a_config_without_one_of_its_keys_is_refused(folder, key):
     refused(folder)
 
 
+def test_a_config_without_a_key_is_refused_even_where_the_weights_do_not_name_it(folder):
+    held, metadata = runfolder.read_tensors(folder / "model.safetensors")
+    for key, others in [(key, json.loads(metadata["config"])) for key in json.loads(metadata["config"])]:
+        del others[key]
+        data = runfolder.seal(held, {"config": json.dumps(others)})
+        (folder / "model.safetensors").write_bytes(data)
+        (folder / "config.json").write_text(json.dumps(others | {"weights": {"sha256": sha256(data).hexdigest()}}))
+        assert str(folder) in refused(folder), key
+
+
+@pytest.mark.parametrize("made", [[], "by hand", None, 3])
+def test_a_story_that_is_no_object_is_refused(folder, made):
+    change(folder, setter("made", made))
+    assert "config.json: expected made to be an object, found" in refused(folder)
+
+
+@pytest.mark.parametrize("made", ["gone", {}, {"metrics": [1], "versions": 2}, {"metrics": {"accuracy": {"a": {}}}}])
+def test_a_story_that_is_gone_or_edited_takes_nothing_from_the_model(folder, tmp_path, made):
+    change(folder, lambda config: config.pop("made") if made == "gone" else config.update(made=made))
+    save_pretrained(from_pretrained(folder), tmp_path / "again")
+    assert "Not measured yet" in (tmp_path / "again" / "README.md").read_text()
+    assert main(["export", str(folder), "--format", "pt2", "-o", str(tmp_path / "m.pt2")]) == 0
+
+
+def test_a_damaged_folder_is_refused_by_every_command_in_one_line(folder, tmp_path, capsys):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    for words in (["export"], ["inspect"], ["evaluate", "--data", "cifar10-demo"]):
+        assert main([words[0], str(folder), *words[1:]]) == 1
+        told = capsys.readouterr().err
+        assert "model.safetensors is not the file that was saved" in told and "Traceback" not in told
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
 def tampered():
     """Name -> what is done to the tensors of a file."""
 
@@ -548,7 +584,7 @@ def test_a_foreign_weights_file_is_refused_even_with_its_right_digest(folder):
     files["no JSON"] = runfolder.seal({"a": torch.zeros(1)}, {"config": "x"})
     for data in files.values():
         path.write_bytes(data)
-        change(folder, setter("weights/sha256", pretrained.sha256(data).hexdigest()))
+        change(folder, setter("weights/sha256", sha256(data).hexdigest()))
         assert str(path) in refused(folder)
 
 

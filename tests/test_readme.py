@@ -17,6 +17,7 @@ LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) 
 COMMANDS = [shlex.split(line, comments=True) for line in LINES]
 MASKAQ = [words[1:] for words in COMMANDS if words[:1] == ["maskaq"]]
 HAS_ONNX = all(find_spec(name) for name in ("onnx", "onnx_ir", "onnxruntime", "onnxscript"))
+HAS_OPENVINO = find_spec("openvino") is not None
 SMALL = (
     "synthesis.images=4 synthesis.batch=4 synthesis.steps=2 calibration.epochs=2 calibration.batch=4 refresh.every=1"
 )
@@ -24,7 +25,10 @@ SMALL = (
 
 def runs_here(words):
     """Whether a command needs nothing but the package: no download, no file of the user's."""
-    return "deit_tiny_patch16_224" not in words and (HAS_ONNX or words[0] not in ("export", "bench-runtime"))
+    if words[0] in ("export", "bench-runtime") and not HAS_ONNX:
+        return False
+    for_openvino = any(word == "openvino" or word.endswith(".xml") for word in words)
+    return "deit_tiny_patch16_224" not in words and (HAS_OPENVINO or not for_openvino)
 
 
 def test_the_readme_has_what_these_tests_look_for():

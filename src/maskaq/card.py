@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_FIGURES = ("top1", "standard_error", "top5", "n")
+
 
 def model_card(config: dict[str, Any]) -> str:
     """README.md in the manner of the Hugging Face hub."""
@@ -42,9 +44,14 @@ classes, quantized by maskaq without an image of its training data.
 
 
 def _results(config: dict[str, Any]) -> dict[str, Any]:
-    """Row -> figures of the rows that were measured."""
-    accuracy = (config["made"].get("metrics") or {}).get("accuracy") or {}
-    return {name: row for name, row in accuracy.items() if isinstance(row, dict)}
+    """Row -> figures of the rows that were measured. What was edited beyond recognition is none."""
+    rows = _object(_object(config["made"].get("metrics")).get("accuracy"))
+    whole = [name for name in rows if all(type(_object(rows[name]).get(key)) in (int, float) for key in _FIGURES)]
+    return {name: rows[name] for name in whole}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _accuracy(config: dict[str, Any]) -> str:
@@ -55,8 +62,8 @@ def _accuracy(config: dict[str, Any]) -> str:
     lines = ["## Accuracy", "", f"In percent, on n images of `{data}`, with the standard error of top-1:", ""]
     lines += ["| model | top-1 | ± s.e. | top-5 | n |", "|---|---|---|---|---|"]
     for name, row in rows.items():
-        figures = (f"{row[key]:.2f}" for key in ("top1", "standard_error", "top5"))
-        lines.append(f"| {name} | {' | '.join(figures)} | {row['n']} |")
+        *figures, n = (row[key] for key in _FIGURES)
+        lines.append(f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {n} |")
     return "\n".join(lines) + "\n"
 
 
@@ -98,7 +105,7 @@ def _made(config: dict[str, Any]) -> str:
     if made.get("command"):
         lines += ["```bash", str(made["command"]), "```", ""]
     facts = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in (made.get("versions") or {}).items())
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in _object(made.get("versions")).items())
     lines += [f"* {key}: {value}" for key, value in facts.items() if value not in (None, "")]
     if made.get("recipe"):
         lines.append("* recipe: `made.recipe` in `config.json`")

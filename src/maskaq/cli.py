@@ -154,14 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     _data_options(sub, required=True)
 
     sub = command("export", "write a finished run's model for other runtimes, and verify the file")
-    sub.add_argument("folder", metavar="RUN", help="run folder of `quantize` or `calibrate`")
+    sub.add_argument("folder", metavar="RUN_OR_MODEL", help="run folder, or a saved model's folder")
     sub.add_argument(
         "--format",
-        choices=("onnx", "pt2"),
+        choices=("onnx", "openvino", "pt2"),
         default="onnx",
-        help="onnx: standard operators, integer products; pt2: torch.export.load (default: onnx)",
+        help="onnx: standard operators, integer products; openvino: the same as FILE.xml and FILE.bin; "
+        "pt2: torch.export.load (default: onnx)",
     )
-    sub.add_argument("-o", "--output", metavar="FILE", help="default: model.onnx or model.pt2 in the run folder")
+    sub.add_argument("-o", "--output", metavar="FILE", help="default: model.onnx, .xml or .pt2 in the run folder")
     _data_options(sub, required=False)
 
     sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--note", default="", help="a word for the JSON file, such as the commit")
     _device_option(sub)
 
-    sub = command("bench-runtime", "how fast exported ONNX files run on this CPU, beside float32")
+    sub = command("bench-runtime", "how fast exported files (.onnx, .xml) run on this CPU, beside float32")
     sub.set_defaults(command="bench_runtime")
     sub.add_argument("files", metavar="FILE", nargs="+", help="files of `maskaq export`, of one model at any bits")
     sub.add_argument("--batch", type=_positive, nargs="+", default=[1, 32], help="images at once (default: 1 32)")

@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from maskaq.engine import pick_engine
 from maskaq.errors import CheckpointError, DataError, MaskaqError, ModelError, RecipeError, RunFolderError, unknown
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
+from maskaq.export import SUFFIXES
 from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
@@ -173,19 +174,21 @@ def export(args: argparse.Namespace, console: Console) -> None:
         "architecture": saved["timm"],
         "recipe": saved["made"].get("recipe"),
     }
-    file = Path(args.output or path / f"model.{args.format}")
+    file = Path(args.output or path / f"model{SUFFIXES[args.format]}")
     found = write_export(model, file, args.format, images, metadata)
-    console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
     if found is None:
+        console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
         console.print(f"verified on {len(images)} synthetic images: the same logits, bit for bit")
     else:
-        from maskaq.export.runtimes import OnnxModel, products
+        from maskaq.export import runtimes  # its packages are an extra
 
-        for line in draw.verification(found, *products(file)):
+        beside = " and .bin" if args.format == "openvino" else ""
+        console.print(f"{file}{beside}   ({runtimes.bytes_of(file) / 1e6:.2f} MB)")
+        for line in draw.verification(found, runtimes.runtime_of(file), runtimes.products(file)):
             console.print(line)
         if loader:
             accuracy: dict[str, EvalResult | str] = {"maskaq": evaluate_model(model, loader)}
-            accuracy |= {file.name: evaluate_model(OnnxModel(file), loader)}
+            accuracy |= {file.name: evaluate_model(runtimes.runnable(file), loader)}
             console.print(draw.accuracy_table(accuracy, f"{args.folder} on {args.data}"))
 
 
@@ -193,7 +196,7 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
     from maskaq.export import onnx as files  # its packages are an extra
     from maskaq.export import runtimes
 
-    notes = files.metadata_of(args.files[0])
+    notes = runtimes.metadata_of(args.files[0])
     if "architecture" not in notes:
         raise ModelError(f"{args.files[0]} does not say which model it is: expected a file of `maskaq export`")
     model = rebuild(notes["architecture"])
@@ -205,14 +208,17 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
         speeds = list(runtimes.bench_files(paths, batches=args.batch, threads=args.threads, repeats=args.repeats))
     console.print(draw.speed_table(speeds, f"the CPU, {args.threads} threads"))
     counts = {file: runtimes.products(file) for file in args.files}
-    for file, (integer, in_float) in counts.items():
-        console.print(f"{file}: {integer} products in integers, {in_float} in float (ONNX Runtime)")
+    for file, count in counts.items():
+        console.print(f"{file}: {count} ({runtimes.runtime_of(file)})")
     accuracy: dict[str, EvalResult | str] = {}
     if loader:
-        accuracy = {file: evaluate_model(runtimes.OnnxModel(file, args.threads), loader) for file in args.files}
+        accuracy = {file: evaluate_model(runtimes.runnable(file, args.threads), loader) for file in args.files}
         console.print(draw.accuracy_table(accuracy, f"on {args.data}"))
     if args.json:
-        figures = {"speeds": [speed.to_dict() for speed in speeds], "products": counts}
+        figures = {
+            "speeds": [speed.to_dict() for speed in speeds],
+            "products": {file: asdict(count) for file, count in counts.items()},
+        }
         figures |= results.metrics(accuracy, args.data) if accuracy else {}
         _write_figures(args, torch.device("cpu"), figures)
 

@@ -26,7 +26,7 @@ from maskaq.shapes import Geometry
 from maskaq.watch import Watch
 
 if TYPE_CHECKING:  # their packages are an extra
-    from maskaq.export.runtimes import Speed
+    from maskaq.export.runtimes import Products, Speed
     from maskaq.export.verify import Verification
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -203,8 +203,8 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
     return table
 
 
-def verification(found: "Verification", integer: int, in_float: int) -> Iterator[str]:
-    """What was compared of an ONNX file, in lines."""
+def verification(found: "Verification", runtime: str, products: "Products") -> Iterator[str]:
+    """What was compared of a file, in lines."""
     yield (
         f"verified on {found.images} synthetic images: the codes of {found.weights} weights are equal, and those of "
         f"{found.sites} activations, {found.codes} compared"
@@ -218,7 +218,7 @@ def verification(found: "Verification", integer: int, in_float: int) -> Iterator
         f"from the same codes logits differ by {found.logits:.0e}; left to themselves file and model agree on "
         f"{found.agreement:.0%} of the classes (correlation of logits {found.correlation:.4f})"
     )
-    yield f"ONNX Runtime computes {integer} matrix products in integers, {in_float} in float"
+    yield f"{runtime} computes {products}"
 
 
 def speed_table(speeds: Iterable["Speed"], device: str) -> Table:

@@ -85,7 +85,7 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
     """
     root = Path(folder)
     config, tensors = _read(root)
-    if config["timm"] is None and like is None:
+    if config.get("timm") is None and like is None:
         raise PretrainedError(
             f"{root / CONFIG} names no architecture: give a model of the same one, "
             "maskaq.from_pretrained(folder, like=model)"
@@ -138,7 +138,7 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
     """Write measured accuracies into the config and the card of a saved model."""
     root = Path(folder)
     config = _read_config(root)
-    config["made"] = {**config.get("made", {}), "metrics": metrics_to_show(metrics)}
+    config["made"] = {**config["made"], "metrics": metrics_to_show(metrics)}
     runfolder.write_json_atomic(root / CONFIG, config)
     runfolder.write_bytes_atomic(root / CARD, model_card(config).encode())
 
@@ -479,6 +479,8 @@ def _read_config(root: Path) -> dict[str, Any]:
             f"{path} has format_version {_short(json.dumps(version))}, maskaq {maskaq.__version__} reads {FORMAT}: "
             f"use the maskaq that saved it ({_short(str(config.get('maskaq_version', 'unknown')))})"
         )
+    if not isinstance(made := config.setdefault("made", {}), dict):
+        raise PretrainedError(f"{path}: expected made to be an object, found {_short(json.dumps(made))}")
     return config
 
 

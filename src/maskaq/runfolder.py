@@ -113,6 +113,40 @@ def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
     _sync_folder(path.parent)
 
 
+def replace_together(files: Mapping[Path, Path]) -> None:
+    """Renames finished files to their places: all of them, or, where one cannot be renamed, none.
+
+    A kill in between leaves the last place empty, never with its file beside those of another: put last the file
+    that stands for all.
+    """
+    aside = {place: place.with_name(f".{place.name}.{os.getpid()}.aside.tmp") for place in files.values()}
+    with _explained(next(iter(aside))):
+        try:
+            for file in files:
+                with open(file, "rb") as opened:
+                    os.fsync(opened.fileno())
+            for place, old in reversed(aside.items()):
+                if place.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                with suppress(FileNotFoundError):
+                    os.replace(place, old)
+            for file, place in files.items():
+                os.replace(file, place)
+        except BaseException:
+            for (file, place), old in zip(files.items(), aside.values(), strict=True):
+                if not file.exists():  # it has its place already
+                    os.replace(place, file)
+                if old.exists():
+                    os.replace(old, place)
+            raise
+        finally:
+            for old in aside.values():
+                with suppress(OSError):
+                    old.unlink()
+    for folder in {place.parent for place in aside}:
+        _sync_folder(folder)
+
+
 def _exchange(a: Path, b: Path) -> None:
     """Two folders change places: at once where the system can, else by way of a third name."""
     with suppress(OSError, AttributeError):

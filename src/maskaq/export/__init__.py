@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from maskaq.runfolder import replace_together
+
 if TYPE_CHECKING:
     from maskaq.export.verify import Verification
 
-FORMATS = ("onnx", "pt2")
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
+"""Of the file that each format is asked for by; an OpenVINO model has a second, `.bin`, beside it."""
 
 
 def export(
@@ -19,11 +22,12 @@ def export(
 ) -> "Verification | None":
     """Write a deployed model and compare what was written with it, on normalised images (N, C, H, W).
 
-    Returns what was compared (ONNX; a pt2 program computes the same bits). Where the two differ an ExportError is
-    raised, and there is no new file: one that was there under the name still is.
+    Returns what was compared (not of a pt2 program, which computes the same bits). Where the two differ an ExportError
+    is raised, and there is no new file: one that was there under the name still is.
     """
     path = Path(file)
-    unproven = path.with_name(f".{path.stem}.{os.getpid()}.unproven.{format}")
+    unproven = path.with_name(f".{path.stem}.{os.getpid()}.unproven{SUFFIXES[format]}")
+    made = {unproven: path}
     found = None
     try:
         if format == "onnx":  # its packages are an extra
@@ -31,12 +35,18 @@ def export(
             from maskaq.export.verify import verify
 
             found = verify(export_onnx(model, unproven, metadata), model, images)
+        elif format == "openvino":  # another extra
+            from maskaq.export.openvino import check_name, export_openvino, verify_openvino, weights_of
+
+            made = {weights_of(unproven): weights_of(check_name(path)), unproven: path}
+            found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
         else:
             from maskaq.export.pt2 import export_pt2, verify_pt2
 
             verify_pt2(export_pt2(model, unproven, metadata), model, images)
-        os.replace(unproven, path)
+        replace_together(made)
     finally:
-        with suppress(FileNotFoundError):
-            unproven.unlink()
+        for left in made:
+            with suppress(FileNotFoundError):
+                left.unlink()
     return found

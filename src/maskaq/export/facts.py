@@ -10,6 +10,9 @@ import maskaq
 from maskaq.deployed import CodedWeight, FixedGrid
 from maskaq.models import geometry
 
+PREFIX = "maskaq."
+"""Begins the names of our entries in a file's metadata."""
+
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Version, bits, and how images are made ready."""

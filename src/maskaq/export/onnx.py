@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import maskaq
 from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
 from maskaq.errors import ExportError
-from maskaq.export.facts import as_text, describe, from_text
+from maskaq.export.facts import PREFIX, as_text, describe, from_text
 from maskaq.models import AttentionProducts, data_config
 from maskaq.runfolder import write_bytes_atomic
 
@@ -42,7 +42,7 @@ OPSET = 21
 """The first with INT4."""
 CODES = ".codes"
 """Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
-_DOMAIN, _PREFIX = "maskaq", "maskaq."
+_DOMAIN = "maskaq"
 
 
 def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -72,15 +72,15 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
         entries = onnx.load(str(file)).metadata_props
     except Exception as error:  # the parser's own classes, and OSError
         raise ExportError(f"cannot read {file} as an ONNX file: {error}") from error
-    found = {e.key.removeprefix(_PREFIX): from_text(e.value) for e in entries if e.key.startswith(_PREFIX)}
+    found = {e.key.removeprefix(PREFIX): from_text(e.value) for e in entries if e.key.startswith(PREFIX)}
     if "input_size" not in found:
-        raise ExportError(f"{file} was not written by maskaq: its metadata have no {_PREFIX}input_size")
+        raise ExportError(f"{file} was not written by maskaq: its metadata have no {PREFIX}input_size")
     return found
 
 
 def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> Path:
     _strip(program)
-    program.metadata_props.update({_PREFIX + key: as_text(value) for key, value in metadata.items()})
+    program.metadata_props.update({PREFIX + key: as_text(value) for key, value in metadata.items()})
     proto = ir.to_proto(program)
     proto = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     onnx.checker.check_model(proto, full_check=True)

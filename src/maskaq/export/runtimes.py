@@ -1,4 +1,4 @@
-"""How fast exported ONNX files run on this CPU: interleaved in one process, beside float32 and other runtimes."""
+"""How fast exported files run on this CPU: interleaved in one process, beside float32 and other runtimes."""
 
 import importlib.util
 import statistics
@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskaq.export.onnx import INPUT, OUTPUT, metadata_of
+from maskaq.errors import ExportError, MaskaqError
+from maskaq.export import onnx as onnx_files
+from maskaq.export.onnx import INPUT, OUTPUT
 from maskaq.export.verify import onnx, onnxruntime, session
 
 FLOAT_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
@@ -58,19 +61,53 @@ class OnnxModel(nn.Module):
         return torch.from_numpy(self.session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
+def of_openvino(file: str | Path) -> bool:
+    """Whether a file is a graph of OpenVINO's own."""
+    return Path(file).suffix == ".xml"
+
+
+def runtime_of(file: str | Path) -> str:
+    """The name of the runtime that a file was written for."""
+    return "OpenVINO" if of_openvino(file) else "ONNX Runtime"
+
+
+def metadata_of(file: str | Path) -> dict[str, Any]:
+    """The entries that maskaq wrote into a file."""
+    if of_openvino(file):
+        from maskaq.export import openvino as openvino_files  # an extra
+
+        return openvino_files.metadata_of(file)
+    return onnx_files.metadata_of(file)
+
+
+def runnable(file: str | Path, threads: int = 0) -> nn.Module:
+    """A file as a module, in the runtime it was written for."""
+    if of_openvino(file):
+        from maskaq.export.openvino import OpenvinoModel
+
+        return OpenvinoModel(file, threads)
+    return OnnxModel(file, threads)
+
+
+def bytes_of(file: str | Path) -> int:
+    """On disk, with the numbers of a graph that has them beside it."""
+    files = [Path(file), *([Path(file).with_suffix(".bin")] if of_openvino(file) else [])]
+    return sum(path.stat().st_size for path in files)
+
+
 def bench_files(
     files: Mapping[str, str | Path], *, batches: Sequence[int] = (1, 32), threads: int = 2, repeats: int = 10
 ) -> Iterator[Speed]:
-    """Speeds of named ONNX files in ONNX Runtime and, where it is installed, OpenVINO; ratios are to the first.
+    """Speeds of named files in ONNX Runtime and, where it is installed, OpenVINO; ratios are to the first.
 
-    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores, where each
-    waits for whatever else the scheduler puts there, and all others wait for it.
+    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores. Measure on
+    idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
     """
     size = metadata_of(next(iter(files.values())))["input_size"]
     runs: dict[tuple[str, str], Run] = {
-        (name, "onnxruntime"): _onnxruntime(file, threads) for name, file in files.items()
+        (name, "onnxruntime"): _onnxruntime(file, threads) for name, file in files.items() if not of_openvino(file)
     }
-    if importlib.util.find_spec("openvino"):
+    if importlib.util.find_spec("openvino") or any(map(of_openvino, files.values())):
         runs |= {(name, "openvino"): _openvino(file, threads) for name, file in files.items()}
     for batch in batches:
         images = np.random.default_rng(0).standard_normal((batch, *size)).astype(np.float32)
@@ -87,7 +124,7 @@ def bench_files(
                 file=name,
                 runtime=runtime,
                 batch=batch,
-                megabytes=Path(files[name]).stat().st_size / 1e6,
+                megabytes=bytes_of(files[name]) / 1e6,
                 milliseconds=statistics.median(taken),
                 fastest=min(taken),
                 slowest=max(taken),
@@ -107,10 +144,28 @@ def operators(file: str | Path) -> Counter[str]:
         return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
-def products(file: str | Path) -> tuple[int, int]:
-    """Matrix products that ONNX Runtime computes in integers, and in float."""
+@dataclass(frozen=True)
+class Products:
+    """How a runtime computes a file's matrix products."""
+
+    integer: int
+    in_float: int
+    fused: int = 0
+    """Attentions that OpenVINO computes in one kernel each, of which it tells no more."""
+
+    def __str__(self) -> str:
+        fused = f", and {self.fused} attentions in a fused kernel each" if self.fused else ""
+        return f"{self.integer} matrix products in integers, {self.in_float} in float{fused}"
+
+
+def products(file: str | Path) -> Products:
+    """Counted once the runtime that the file was written for has optimised its graph."""
+    if of_openvino(file):
+        from maskaq.export import openvino as openvino_files
+
+        return Products(*openvino_files.products(file))
     found = operators(file)
-    return sum(found[name] for name in INTEGER_PRODUCTS), sum(found[name] for name in FLOAT_PRODUCTS)
+    return Products(sum(found[name] for name in INTEGER_PRODUCTS), sum(found[name] for name in FLOAT_PRODUCTS))
 
 
 def _seconds(run: Run, images: np.ndarray, times: int) -> float:
@@ -121,18 +176,25 @@ def _seconds(run: Run, images: np.ndarray, times: int) -> float:
 
 
 def _onnxruntime(file: str | Path, threads: int) -> Run:
-    runner = session(file, threads=threads)
+    with _explained(file):
+        runner = session(file, threads=threads)
     return lambda images: runner.run([OUTPUT], {INPUT: images})
 
 
 def _openvino(file: str | Path, threads: int) -> Run:
-    import openvino
+    from maskaq.export.openvino import compiled, read
 
-    core = openvino.Core()
-    settings = {
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": threads,
-        "INFERENCE_PRECISION_HINT": "f32",  # it would take bfloat16 where the CPU has it
-    }
-    request = core.compile_model(core.read_model(str(file)), "CPU", settings).create_infer_request()
+    with _explained(file):
+        request = compiled(read(file), threads).create_infer_request()
     return lambda images: request.infer({0: images}, share_inputs=True)
+
+
+@contextmanager
+def _explained(file: str | Path) -> Iterator[None]:
+    """Runtimes raise classes of their own for a file that is damaged."""
+    try:
+        yield
+    except MaskaqError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{file} cannot be run: {str(error).strip().splitlines()[-1]}") from error

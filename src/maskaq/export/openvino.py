@@ -1,0 +1,187 @@
+"""A deployed model as OpenVINO's own files: `model.xml`, the graph, and `model.bin`, the numbers beside it.
+
+It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip of codes and DequantizeLinear become
+
+    Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
+
+which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes
+up only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
+`DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The graph is read, not converted:
+`openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from maskaq.deployed import DeployedConv2d, DeployedLinear, FixedGrid
+from maskaq.errors import ExportError
+
+try:
+    import openvino
+    from openvino import opset13
+except ImportError as error:  # pragma: no cover
+    raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
+
+from maskaq.export.facts import PREFIX, from_text
+from maskaq.export.onnx import CODES, OUTPUT, export_onnx
+from maskaq.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
+
+_LEVELS = 256
+_ON_GRID = "{}.on_grid"
+"""Names the tensor that leaves a grid."""
+
+
+def weights_of(file: str | Path) -> Path:
+    """Where OpenVINO looks for the numbers of a graph."""
+    return Path(file).with_suffix(".bin")
+
+
+def check_name(file: Path) -> Path:
+    """The name, if it is one that OpenVINO reads."""
+    if file.suffix != ".xml":
+        raise ExportError(
+            f"{file}: OpenVINO's files are FILE.xml and FILE.bin beside it: give -o a name that ends in .xml"
+        )
+    return file
+
+
+def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
+    path = Path(file)
+    with tempfile.TemporaryDirectory() as folder:
+        program = openvino.Core().read_model(export_onnx(model, Path(folder) / "model.onnx", metadata))
+        nodes = {node.get_friendly_name(): node for node in program.get_ops()}
+        for name, grid in grids_of(model).items():
+            _fuse_grid(nodes, name, grid)
+        program.validate_nodes_and_infer_types()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        openvino.save_model(program, path, compress_to_fp16=False)
+    return path
+
+
+def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
+    before, after = nodes[f"{name}.quantize"], nodes[f"{name}.dequantize"]
+    x = before.input_value(0).get_node().input_value(0)  # a FakeQuantize of 256 levels and a Convert to uint8
+    step = after.input_value(1).get_node().get_data().item()  # of the codes' values: with the gain of scores
+    scale, zero = grid.scale.item(), grid.zero_point.item()
+    if grid.bits < 8:
+        x = opset13.minimum(x, np.float32((grid.top - zero) * scale))
+    bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in (0, _LEVELS - 1)]
+    fused = opset13.fake_quantize(x, *bounds, _LEVELS)
+    fused.set_friendly_name(name)
+    fused.output(0).set_names({_ON_GRID.format(name)})
+    for reader in after.output(0).get_target_inputs():
+        reader.replace_source_output(fused.output(0))
+
+
+def read(file: str | Path) -> "openvino.Model":
+    """A model from its two files, or from an ONNX file."""
+    try:
+        return openvino.Core().read_model(str(file))
+    except Exception as error:  # a RuntimeError with the trace of a parser
+        reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+        raise ExportError(f"cannot read {file} as an OpenVINO model: {reason}") from error
+
+
+def metadata_of(file: str | Path) -> dict[str, Any]:
+    """The entries that maskaq wrote into a file."""
+    program = read(file)
+    entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
+    found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
+    if "input_size" not in found:
+        raise ExportError(f"{file} was not written by maskaq: its rt_info have no {PREFIX}input_size")
+    return found
+
+
+def compiled(program: "openvino.Model", threads: int = 0) -> "openvino.CompiledModel":
+    """For the CPU, with as many threads as it likes, or so many."""
+    # Without the hint what is not quantized would be computed in bfloat16 where the CPU has it.
+    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+    return openvino.Core().compile_model(program, "CPU", settings)
+
+
+class OpenvinoModel(nn.Module):
+    """OpenVINO's files as a module, for `maskaq.evaluate`."""
+
+    def __init__(self, file: str | Path, threads: int = 0) -> None:
+        super().__init__()
+        self.request = compiled(read(file), threads).create_infer_request()
+        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(self.request.infer({0: images.numpy()})[OUTPUT].copy())
+
+
+def products(file: str | Path) -> tuple[int, int, int]:
+    """Matrix products in integers, those in float, and attentions that are one fused kernel each.
+
+    By the precision that OpenVINO reports, which is int8 also where it quantizes activations of its own accord: that a
+    product is one of our codes is for `verify_openvino` to say.
+    """
+    kinds: Counter[str] = Counter()
+    for node in compiled(read(file)).get_runtime_model().get_ops():
+        notes = {key: node.get_rt_info()[key].value for key in ("layerType", "runtimePrecision", "originalLayersNames")}
+        if notes["layerType"] in ("FullyConnected", "MatMul"):
+            kinds["integer" if notes["runtimePrecision"] in ("u8", "i8") else "float"] += 1
+        elif notes["layerType"] == "Subgraph" and "matmul" in notes["originalLayersNames"].lower():
+            kinds["fused"] += 1
+    return kinds["integer"], kinds["float"], kinds["fused"]
+
+
+def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
+    """Compare OpenVINO's files with the deployed model they were made from, as `verify` does an ONNX file.
+
+    Raises ExportError that names the first site that differs.
+    """
+    try:
+        weights = compare_weights(_constants(read(file)), model)
+        # Attention that is watched is not fused: it is compared as it is, and once more as it will run.
+        linear = [n for n, module in model.named_modules() if isinstance(module, DeployedLinear | DeployedConv2d)]
+        led = _compare_pass(read(file), model, images, list(grids_of(model)))
+        _compare_pass(read(file), model, images, [n for n in grids_of(model) if n.rpartition(".")[0] in linear])
+        free = compiled(read(file)).create_infer_request().infer({0: images.numpy()})[OUTPUT]
+    except ExportError as error:
+        raise ExportError(f"{file} does not compute what the model computes: {error}") from error
+    except Exception as error:  # the runtime raises classes of its own
+        raise ExportError(f"{file} is not a sound OpenVINO model: {error}") from error
+    return summary(model, images, weights, [led], free)
+
+
+def _constants(program: "openvino.Model") -> dict[str, np.ndarray]:
+    """Codes and scales of the weights, by name."""
+    found = {}
+    for node in program.get_ops():
+        name = node.get_friendly_name()
+        if node.get_type_name() == "Constant" and name.endswith((CODES, ".scale")):
+            values, shape = node.get_data(), tuple(node.get_output_shape(0))
+            if node.get_element_type() == openvino.Type.i4:
+                values = _unpacked(values.view(np.uint8), shape)
+            found[name] = values
+    return found
+
+
+def _unpacked(pairs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Signed codes of 4 bits, two in a byte, the first in the lower half."""
+    halves = np.stack([pairs << 4, pairs & 0xF0], axis=-1).view(np.int8) >> 4
+    return halves.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+
+
+def _compare_pass(program: "openvino.Model", model: nn.Module, images: Tensor, names: list[str]) -> Pass:
+    program.add_outputs([_ON_GRID.format(name) for name in names])
+    values = compiled(program).create_infer_request().infer({0: images.numpy()})
+    nodes = {node.get_friendly_name(): node for node in program.get_ops()}
+    codes = {}
+    for name in names:
+        low, high = (nodes[name].input_value(i).get_node().get_data().item() for i in (3, 4))
+        steps = (values[_ON_GRID.format(name)].astype(np.float64) - low) / (high - low) * (_LEVELS - 1)
+        codes[name] = np.round(steps).astype(np.float32)
+        if not np.abs(steps - codes[name]).max() <= NEAR:
+            raise ExportError(f"at {name} it has values between those of its codes")
+    return compare_led(model, images, codes, values[OUTPUT])

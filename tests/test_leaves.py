@@ -1,0 +1,74 @@
+"""What dead leaves promise: images of their own numbers, with the edges and the spectrum of natural ones."""
+
+import math
+
+import pytest
+import torch
+from helpers import pair, small_recipe, tiny_swin, tiny_vit
+
+from maskaq import randomness
+from maskaq.leaves import dead_leaves
+from maskaq.run import quantize
+from maskaq.runfolder import RunFolder
+from maskaq.synthesis import Synthesizer
+
+
+def keys(n: int, seed: int = 0) -> torch.Tensor:
+    return randomness.image_keys(seed, torch.arange(n))
+
+
+@pytest.mark.parametrize(("channels", "height", "width"), [(3, 32, 32), (1, 24, 56), (4, 40, 16)])
+def test_leaves_are_pixels_of_any_shape_that_depend_on_nothing_but_their_key(channels, height, width):
+    images = dead_leaves(keys(5), channels, height, width)
+    assert images.shape == (5, channels, height, width) and images.min() >= 0 and images.max() <= 1
+    assert torch.equal(dead_leaves(keys(5)[3:4], channels, height, width)[0], images[3])
+    assert all((images[i] - images[j]).abs().mean() > 0.05 for i in range(5) for j in range(i))
+    assert not torch.equal(dead_leaves(keys(5, seed=1), channels, height, width), images)
+
+
+def slope(images: torch.Tensor) -> float:
+    """Exponent of the mean amplitude over frequency, by least squares on logarithms."""
+    size = images.shape[-1]
+    amplitude = torch.fft.fft2(images - images.mean(dim=(2, 3), keepdim=True)).abs().mean(dim=(0, 1))
+    frequency = torch.fft.fftfreq(size).square()
+    frequency = (frequency[:, None] + frequency[None]).sqrt()
+    used = (frequency > 1.5 / size) & (frequency < 0.4)
+    x, y = frequency[used].log(), amplitude[used].log()
+    return float(((x - x.mean()) * (y - y.mean())).mean() / x.var(correction=0))
+
+
+def test_the_amplitude_of_leaves_falls_about_as_one_over_the_frequency_and_that_of_noise_does_not():
+    assert -1.5 < slope(dead_leaves(keys(32), 3, 64, 64)) < -0.7
+    assert abs(slope(torch.rand(32, 3, 64, 64, generator=torch.Generator().manual_seed(0)))) < 0.1
+
+
+def test_leaves_have_edges_most_neighbours_are_alike_and_a_few_far_apart():
+    images = dead_leaves(keys(32), 3, 64, 64)
+    steps = (images[..., 1:] - images[..., :-1]).flatten()
+    kurtosis = float((steps / steps.std()).pow(4).mean())
+    assert kurtosis > 6  # 3 for a Gaussian, as noise of any spectrum has; natural images 10 and more
+    assert math.isclose(float(steps.mean()), 0, abs_tol=0.01)
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_synthesis_starts_from_leaves_where_the_recipe_says_so_and_without_steps_they_are_the_images(build):
+    recipe = small_recipe("synthesis.start=leaves", "synthesis.steps=0", "refresh.every=0")
+    made = Synthesizer(*pair(recipe, build), recipe, seed=5)(torch.arange(8))
+    other = Synthesizer(*pair(recipe, build), recipe, seed=5)(torch.arange(4, 8))
+    assert torch.equal(made.images[4:], other.images)
+    noise_recipe = small_recipe("synthesis.steps=0", "refresh.every=0")
+    noise = Synthesizer(*pair(noise_recipe, build), noise_recipe, seed=5)(torch.arange(8))
+    assert rough(made.images) < 40 < rough(noise.images)
+
+
+def rough(images: torch.Tensor) -> float:
+    """How far apart neighbours are, in grey levels."""
+    return float((images[..., 1:].float() - images[..., :-1].float()).abs().median())
+
+
+def test_a_refresh_from_the_start_has_other_leaves(tmp_path):
+    recipe = small_recipe("synthesis.start=leaves", "synthesis.steps=1", "refresh.steps=1", "refresh.start=cold")
+    quantize(tiny_vit(), recipe, tmp_path / "run")
+    folder = RunFolder.read(tmp_path / "run")
+    first, second = (folder.load_shard(round, 0)["images"].float() for round in (0, 1))
+    assert (first - second).abs().mean() > 20

@@ -1,0 +1,127 @@
+"""Run the rows of a table of docs/RESULTS.md in one process, where they share compiled code; print each as it ends.
+
+    python benchmarks/table.py benchmarks/rows/peers.txt --checkpoint deit_t.safetensors --data VAL_A VAL_B --out DIR
+
+A row is `name | model | recipe | bits | seed | key=value ...`: what `maskaq quantize MODEL --recipe ... --set ...` runs.
+{0} in a recipe is the first folder of --data, {1} the second. For each row a line of OUT/rows.jsonl keeps its top-1 on
+each folder, which images were hit, and its seconds; OUT/NAME is its model. A row that has its line is not run again.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import maskaq
+from maskaq import zoo
+from maskaq.config import Recipe, load_recipe
+from maskaq.data import TensorImages, image_folder
+from maskaq.errors import MaskaqError
+from maskaq.quant.twin import frozen
+from maskaq.run import QUANTIZED, commit, pick_device
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--checkpoint", help="weights of the rows' timm model")
+    parser.add_argument(
+        "--data", nargs="+", default=[], help="folders to evaluate on; cifar10-demo for embedded models"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/table"))
+    parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
+    parser.add_argument("--only", help="names of rows, separated by commas")
+    args = parser.parse_args()
+    began, table = time.monotonic(), Table(args)
+    for row in [row for file in args.rows for row in read(file)]:
+        if row["name"] in table.finished or (args.only and row["name"] not in args.only.split(",")):
+            continue
+        if time.monotonic() - began > args.limit:
+            print(f"{row['name']}: not begun, over --limit", flush=True)
+            continue
+        try:
+            table.run(row)
+        except (MaskaqError, RuntimeError) as error:
+            print(f"{row['name']}: failed: {error}", file=sys.stderr, flush=True)
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    keys = ("name", "model", "recipe", "bits", "seed", "overrides")
+    rows = [dict(zip(keys, (part.strip() for part in line.split("|")), strict=True)) for line in lines if line]
+    return [row | {"seed": int(row["seed"]), "overrides": row["overrides"].split()} for row in rows]
+
+
+class Table:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, pick_device()
+        self.models: dict[str, Any] = {}
+        self.images: dict[tuple[str, str], Batches] = {}
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.file = args.out / "rows.jsonl"
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        self.finished = {json.loads(line)["name"] for line in lines}
+
+    def run(self, row: dict[str, Any]) -> None:
+        recipe_name = row["recipe"].format(*map(os.path.abspath, self.args.data))
+        recipe = load_recipe(recipe_name, *row["overrides"], bits=row["bits"])
+        model = self.model(row["model"])
+        began, folder = time.monotonic(), self.args.out / f"{row['name']}.run"
+        result = maskaq.quantize(model, recipe, folder, seed=row["seed"], source={"name": row["model"]})
+        seconds = time.monotonic() - began
+        with frozen(result.model.eval()):
+            hits = {data: self.hits(row["model"], result.model, data) for data in self.args.data}
+        line = row | {
+            "images": f"{recipe.synthesis.images} x {_steps(recipe)}",
+            "top1": {data: round(100 * sum(map(int, found)) / len(found), 2) for data, found in hits.items()},
+            "hits": hits,
+            "seconds": round(seconds, 1),
+            "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
+            "commit": commit(),
+        }
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = "  ".join(f"{Path(data).name} {top1:.1f}" for data, top1 in line["top1"].items())
+        print(
+            f"{row['name']:24} {row['recipe']:20} {row['bits']} seed {row['seed']}  {shown}  {seconds:.0f} s",
+            flush=True,
+        )
+        shutil.rmtree(self.args.out / row["name"], ignore_errors=True)
+        shutil.move(folder / QUANTIZED, self.args.out / row["name"])
+        shutil.rmtree(folder)  # its images are hundreds of megabytes
+        torch.cuda.empty_cache()
+
+    def model(self, name: str) -> Any:
+        if name not in self.models:
+            checkpoint = None if name.startswith("cifar10") else self.args.checkpoint
+            self.models[name] = maskaq.load_model(name, checkpoint)
+        return self.models[name]
+
+    @torch.no_grad()
+    def hits(self, name: str, model: torch.nn.Module, data: str) -> str:
+        """One character for each image: 1 where the model is right."""
+        if (name, data) not in self.images:
+            source: Any
+            if data == "cifar10-demo":
+                source = torch.utils.data.DataLoader(TensorImages(*zoo.test_images(), self.model(name)), batch_size=250)
+            else:
+                source = image_folder(data, self.model(name), workers=os.cpu_count() or 1)
+            self.images[name, data] = [(x.to(self.device), y.to(self.device)) for x, y in source]
+        right = [model(x).argmax(dim=1) == y for x, y in self.images[name, data]]
+        return "".join("01"[hit] for hit in torch.cat(right).tolist())
+
+
+def _steps(recipe: Recipe) -> str:
+    return " + ".join(str(recipe.steps_in_round(round)) for round in range(len(recipe.rounds)))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/rows/peers.txt --checkpoint deit_t.safetensors --data VAL_A VAL_B --out DIR
 
-A row is `name | model | recipe | bits | seed | key=value ...`: what `maskaq quantize MODEL --recipe ... --set ...` runs.
+A row is `name | model | recipe | bits | seed | key=value ...`: what `maskaq quantize MODEL --recipe ...` runs.
 {0} in a recipe is the first folder of --data, {1} the second. For each row a line of OUT/rows.jsonl keeps its top-1 on
 each folder, which images were hit, and its seconds; OUT/NAME is its model. A row that has its line is not run again.
 """

@@ -15,7 +15,7 @@ SOURCE = Path(maskaq.__file__).parent
 # From the bottom up. A module imports from the rows above its own, and within its own package.
 LAYERS = [
     {"card", "errors", "randomness", "shapes", "watch", "zoo"},
-    {"config", "kernels", "masks", "information", "augment", "losses", "models", "packing", "runfolder"},
+    {"config", "kernels", "masks", "information", "leaves", "augment", "losses", "models", "packing", "runfolder"},
     {"taps", "quant", "data"},
     {"engine", "deployed"},
     {"synthesis", "folder", "evaluation", "inspection", "pretrained", "export"},

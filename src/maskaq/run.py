@@ -218,7 +218,7 @@ def _before(run: RunFolder, source: ImageSource, round: int, shard: int) -> Synt
     if round == 0 or source.recipe.refresh.start == "cold":
         return None
     if not run.has_shard(round - 1, shard):  # it was damaged and deleted; the student it was made against is gone
-        source.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts from noise")
+        source.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts anew")
         return None
     return SyntheticSet(**run.load_shard(round - 1, shard))
 

@@ -213,7 +213,7 @@ def _rounds(record: Record) -> list[dict[str, Any]]:
 
 
 def _strips(record: Record) -> list[dict[str, Any]]:
-    """One image from noise to final, and over the refreshes."""
+    """One image from its start to final, and over the refreshes."""
     strips = []
     shown = {picture["number"]: picture for picture in record.facts["images"]["shown"]}
     for round in spread(sorted(record.strips), _STRIPS):

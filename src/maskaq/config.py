@@ -169,7 +169,9 @@ class Calibration:
 class Refresh:
     every: int = setting(30, "epochs between two refreshes of the images; 0: never", low=0)
     start: str = setting(
-        "warm", "warm continues from the current images (Algorithm 1), cold from synthesis.start", choices=("warm", "cold")
+        "warm",
+        "warm continues from the current images (Algorithm 1), cold from synthesis.start",
+        choices=("warm", "cold"),
     )
     steps: int = setting(0, "optimiser steps of a refresh; 0: as many as synthesis.steps", low=0)
     lr: float = setting(0.0, "learning rate of a refresh; 0: synthesis.lr", low=0.0)

@@ -1,4 +1,4 @@
-"""Dream up images: optimise pixels, from noise or from leaves, until teacher and student say what the objective asks (Sec. 2.1-2.3)."""
+"""Dream up images: optimise pixels, from noise or leaves, until P and Q say what the objective asks (Sec. 2.1-2.3)."""
 
 import math
 import time

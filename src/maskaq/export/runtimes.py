@@ -25,6 +25,9 @@ INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "Q
 _IMAGES = 16
 """At least so many pass in one measurement: below, the clock and the scheduler show."""
 
+_REST = 0.05
+"""Seconds before a measurement: workers of the model before it spin for a while, in the hope of more work."""
+
 Run = Callable[[np.ndarray], object]
 
 
@@ -98,40 +101,52 @@ def bytes_of(file: str | Path) -> int:
 def bench_files(
     files: Mapping[str, str | Path], *, batches: Sequence[int] = (1, 32), threads: int = 2, repeats: int = 10
 ) -> Iterator[Speed]:
-    """Speeds of named files in ONNX Runtime and, where it is installed, OpenVINO; ratios are to the first.
+    """Speeds of named files in ONNX Runtime and then, where it is installed, in OpenVINO; ratios are to the first.
 
-    Both runtimes are told the number of threads: left to itself, ONNX Runtime pins its workers to cores. Measure on
-    idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
+    Files of one runtime take turns, with the first of all as their measure. Two runtimes do not: threads of one that
+    wait for work slow the other. Both are told the number of threads: left to itself, ONNX Runtime pins its workers
+    to cores. Measure on idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
     """
     size = metadata_of(next(iter(files.values())))["input_size"]
-    runs: dict[tuple[str, str], Run] = {
-        (name, "onnxruntime"): _onnxruntime(file, threads) for name, file in files.items() if not of_openvino(file)
+    first, *others = [name for name, file in files.items() if not of_openvino(file)]
+    reference = _onnxruntime(files[first], threads)
+    runtimes: dict[str, Callable[[], dict[str, Run]]] = {
+        "onnxruntime": lambda: {first: reference} | {name: _onnxruntime(files[name], threads) for name in others}
     }
-    if importlib.util.find_spec("openvino") or any(map(of_openvino, files.values())):
-        runs |= {(name, "openvino"): _openvino(file, threads) for name, file in files.items()}
-    for batch in batches:
-        images = np.random.default_rng(0).standard_normal((batch, *size)).astype(np.float32)
-        times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-        for repeat in range(-1, repeats):  # the first is for memory and caches
-            for key, run in runs.items():
-                seconds = _seconds(run, images, -(-_IMAGES // batch))
-                if repeat >= 0:
-                    times[key].append(1e3 * seconds / batch)
-        first = next(iter(times.values()))
-        for (name, runtime), taken in times.items():
-            ratios = [a / b for a, b in zip(first, taken, strict=True)]
-            yield Speed(
-                file=name,
-                runtime=runtime,
-                batch=batch,
-                megabytes=bytes_of(files[name]) / 1e6,
-                milliseconds=statistics.median(taken),
-                fastest=min(taken),
-                slowest=max(taken),
-                ratio=statistics.median(ratios),
-                ratio_low=min(ratios),
-                ratio_high=max(ratios),
-            )
+    if importlib.util.find_spec("openvino") or 1 + len(others) < len(files):
+        runtimes["openvino"] = lambda: {name: _openvino(file, threads) for name, file in files.items()}
+    for runtime, load in runtimes.items():
+        runs = load()
+        for batch in batches:
+            images = np.random.default_rng(0).standard_normal((batch, *size)).astype(np.float32)
+            for name, (taken, ratios) in _in_turn(runs, reference, images, repeats).items():
+                yield Speed(
+                    file=name,
+                    runtime=runtime,
+                    batch=batch,
+                    megabytes=bytes_of(files[name]) / 1e6,
+                    milliseconds=statistics.median(taken),
+                    fastest=min(taken),
+                    slowest=max(taken),
+                    ratio=statistics.median(ratios),
+                    ratio_low=min(ratios),
+                    ratio_high=max(ratios),
+                )
+
+
+def _in_turn(
+    runs: Mapping[str, Run], reference: Run, images: np.ndarray, repeats: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """For each, milliseconds per image and how many times as fast as the reference just before."""
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
+    for repeat in range(-1, repeats):  # the first is for memory and caches
+        measure = _seconds(reference, images)
+        for name, run in runs.items():
+            seconds = measure if run is reference else _seconds(run, images)
+            if repeat >= 0:
+                taken[name][0].append(1e3 * seconds / len(images))
+                taken[name][1].append(measure / seconds)
+    return taken
 
 
 def operators(file: str | Path) -> Counter[str]:
@@ -168,7 +183,11 @@ def products(file: str | Path) -> Products:
     return Products(sum(found[name] for name in INTEGER_PRODUCTS), sum(found[name] for name in FLOAT_PRODUCTS))
 
 
-def _seconds(run: Run, images: np.ndarray, times: int) -> float:
+def _seconds(run: Run, images: np.ndarray) -> float:
+    """Of one call, when it is the only one at work: as a model is used, and not just after another's."""
+    times = -(-_IMAGES // len(images))
+    time.sleep(_REST)
+    run(images)
     began = time.perf_counter()
     for _ in range(times):
         run(images)

@@ -10,6 +10,7 @@ each folder, which images were hit, and its seconds; OUT/NAME is its model. A ro
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -40,8 +41,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument("--only", help="names of rows, separated by commas")
     args = parser.parse_args()
-    began, table = time.monotonic(), Table(args)
-    for row in [row for file in args.rows for row in read(file)]:
+    rows = [row for file in args.rows for row in read(file)]
+    began, table, failed = time.monotonic(), Table(args), False
+    for row in rows:
         if row["name"] in table.finished or (args.only and row["name"] not in args.only.split(",")):
             continue
         if time.monotonic() - began > args.limit:
@@ -50,14 +52,28 @@ def main() -> None:
         try:
             table.run(row)
         except (MaskaqError, RuntimeError) as error:
+            failed = True
             print(f"{row['name']}: failed: {error}", file=sys.stderr, flush=True)
+    sys.exit(failed)
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"cannot read the rows in {file}: {error}")
+    return [_row(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
     keys = ("name", "model", "recipe", "bits", "seed", "overrides")
-    rows = [dict(zip(keys, (part.strip() for part in line.split("|")), strict=True)) for line in lines if line]
-    return [row | {"seed": int(row["seed"]), "overrides": row["overrides"].split()} for row in rows]
+    parts = [part.strip() for part in line.split("|")]
+    row = dict(zip(keys, parts, strict=False))
+    if len(parts) != len(keys) or not re.fullmatch(r"[\w.-]*\w", row["name"]) or not row["seed"].isdecimal():
+        sys.exit(
+            f"{where}: expected NAME | model | recipe | bits | SEED | key=value ..., with a plain name, got: {line}"
+        )
+    return row | {"seed": int(row["seed"]), "overrides": row["overrides"].split()}
 
 
 class Table:
@@ -68,11 +84,12 @@ class Table:
         args.out.mkdir(parents=True, exist_ok=True)
         self.file = args.out / "rows.jsonl"
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        self.finished = {json.loads(line)["name"] for line in lines}
+        self.finished = {json.loads(line)["name"] for line in lines if line.endswith("}")}  # a kill may cut the last
 
     def run(self, row: dict[str, Any]) -> None:
-        recipe_name = row["recipe"].format(*map(os.path.abspath, self.args.data))
-        recipe = load_recipe(recipe_name, *row["overrides"], bits=row["bits"])
+        folders = {f"{{{i}}}": os.path.abspath(data) for i, data in enumerate(self.args.data)}
+        name = re.sub(r"\{\d\}", lambda found: folders.get(found[0], found[0]), row["recipe"])
+        recipe = load_recipe(name, *row["overrides"], bits=row["bits"])
         model = self.model(row["model"])
         began, folder = time.monotonic(), self.args.out / f"{row['name']}.run"
         result = maskaq.quantize(model, recipe, folder, seed=row["seed"], source={"name": row["model"]})

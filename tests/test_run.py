@@ -337,7 +337,7 @@ def test_a_damaged_shard_of_the_round_before_does_not_stop_a_warm_refresh_for_go
     shard.unlink()
     ears = Ears()
     assert len(quantize(tiny_vit(), recipe, out, watch=ears).images) == 8
-    assert ears.notes == ["shard 1 of round 0 is not there any more: this one starts from noise"]
+    assert ears.notes == ["shard 1 of round 0 is not there any more: this one starts anew"]
 
 
 def test_a_damaged_checkpoint_is_named_and_once_deleted_the_run_goes_back_and_ends_the_same(tmp_path, straight):

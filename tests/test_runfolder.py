@@ -517,3 +517,13 @@ def test_a_path_that_is_not_utf_8_survives_in_json(tmp_path):
     name = os.fsdecode(b"caf\xe9 \xc3\xbc")
     write_json_atomic(tmp_path / "a.json", {"path": name})
     assert json.loads((tmp_path / "a.json").read_bytes()) == {"path": name}
+
+
+def test_one_file_takes_its_place_at_once(tmp_path, monkeypatch):
+    """A kill then leaves the old one or the new one, and nothing aside."""
+    new, place = tmp_path / "new", tmp_path / "place"
+    new.write_text("new"), place.write_text("old")
+    seen, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append((a, b)), replace(a, b)))
+    runfolder.replace_together({new: place})
+    assert seen == [(new, place)] and place.read_text() == "new" and list(tmp_path.iterdir()) == [place]

@@ -288,12 +288,14 @@ def _share(text: str) -> float:
 
 
 def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return int(text)
+    return _at_least(1, text)
 
 
 def _count(text: str) -> int:
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text}")
+    return _at_least(0, text)
+
+
+def _at_least(low: int, text: str) -> int:
+    if not text.strip().lstrip("+-").isdigit() or int(text) < low:
+        raise argparse.ArgumentTypeError(f"expected a whole number, {low} or more, got {text!r}")
     return int(text)

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import itertools
+import os
 import shlex
 import sys
 import tempfile
@@ -26,10 +27,19 @@ from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder, to_pixels
 from maskaq.engine import pick_engine
-from maskaq.errors import CheckpointError, DataError, MaskaqError, ModelError, RecipeError, RunFolderError, unknown
+from maskaq.errors import (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    MaskaqError,
+    ModelError,
+    RecipeError,
+    RunFolderError,
+    unknown,
+)
 from maskaq.evaluation import EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
-from maskaq.export import SUFFIXES
+from maskaq.export import SUFFIXES, check_target
 from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
@@ -39,6 +49,7 @@ from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.runfolder import RunFolder
 
+_MOST_THREADS = 8  # of each core, that a measurement makes sense with
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
 _HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
@@ -158,6 +169,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
 
 def export(args: argparse.Namespace, console: Console) -> None:
     path = Path(args.folder)
+    file = check_target(args.output or path / f"model{SUFFIXES[args.format]}", args.format)
     if is_pretrained(path):  # without a run there are no synthetic images: noise tells codes apart as well
         model: Any = from_pretrained(path)
         images = run.noise(model, _VERIFIED_ON, seed=0)
@@ -174,7 +186,6 @@ def export(args: argparse.Namespace, console: Console) -> None:
         "architecture": saved["timm"],
         "recipe": saved["made"].get("recipe"),
     }
-    file = Path(args.output or path / f"model{SUFFIXES[args.format]}")
     found = write_export(model, file, args.format, images, metadata)
     if found is None:
         console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
@@ -199,6 +210,13 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
     notes = runtimes.metadata_of(args.files[0])
     if "architecture" not in notes:
         raise ModelError(f"{args.files[0]} does not say which model it is: expected a file of `maskaq export`")
+    for file in args.files[1:]:
+        other = runtimes.metadata_of(file)
+        if other.get("architecture") != notes["architecture"]:
+            named = " and ".join(f"{f} ({n.get('model')})" for f, n in ((args.files[0], notes), (file, other)))
+            raise ModelError(f"{named} are of two models: their speeds are not to be compared; measure each by itself")
+    if args.threads > _MOST_THREADS * (os.cpu_count() or 1):
+        raise DeviceError(f"--threads {args.threads}: expected about as many as there are cores, {os.cpu_count()}")
     model = rebuild(notes["architecture"])
     loader = _batches(args)(model) if args.data else None
     with tempfile.TemporaryDirectory() as folder, draw.watch_for(console) as watch:

@@ -307,6 +307,8 @@ def _read_tree(name: str) -> dict[str, Any]:
     if name in shipped:
         text = shipped[name]
     elif name.startswith(_IMAGES):
+        if not name.removeprefix(_IMAGES).strip():
+            raise RecipeError(f"recipe {name!r}: expected a folder of images after {_IMAGES}")
         folder = str(Path(name.removeprefix(_IMAGES)).expanduser().resolve())
         return {"synthesis": {"folder": folder, "steps": 0}, "refresh": {"every": 0}}
     elif name.endswith(".toml"):

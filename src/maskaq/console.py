@@ -21,7 +21,7 @@ from torch import nn
 from maskaq.bench import Timing
 from maskaq.config import Recipe
 from maskaq.evaluation import EvalResult
-from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
+from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED
 from maskaq.shapes import Geometry
 from maskaq.watch import Watch
 
@@ -141,7 +141,7 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations)",
     )
-    how = recipe.caveat or f"x {synthesis.steps} steps, in batches of {synthesis.batch}"
+    how = recipe.caveat or f"from {synthesis.start}, x {synthesis.steps} steps, in batches of {synthesis.batch}"
     table.add_row("images", f"{synthesis.images} {how}")
     if refreshes:
         start = "continuing" if recipe.refresh.start == "warm" else f"from {synthesis.start}"
@@ -185,6 +185,9 @@ def won_back(rows: dict[str, EvalResult | str]) -> str:
         )
     share = 100 * (ours.top1 - nearest.top1) / lost
     outcome = f"maskaq wins back {share:.0f} % of them" if share >= 0 else "maskaq is worse still: calibrate for longer"
+    start = rows.get(SEARCHED)
+    if share >= 0 and isinstance(start, EvalResult):
+        outcome += f", its start by searched ranges alone {100 * (start.top1 - nearest.top1) / lost:.0f} %"
     return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"
 
 

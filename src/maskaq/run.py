@@ -248,6 +248,7 @@ def _collect_report(
         first = collect.first_images(run, recipe, 0, recipe.quantization.range_images)
         if run.path(collect.FACTS_FILE).exists() or first is None:
             return
+        watch.note("measuring every layer for the report")
         searched = quantized_twin(teacher, recipe.quantization)
         init_ranges_(searched, range_images(teacher, first, recipe), recipe.quantization)
         models = {"teacher": teacher, "searched": searched, "student": student}

@@ -52,7 +52,7 @@ def _explained(path: Path, needed: int = 4096) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = (
                 f"disk full: {needed} bytes needed for {path}; "
-                "free space and run the same command again: it continues where it stopped"
+                "free space and run the same command again: a run continues where it stopped"
             )
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             message = f"cannot write to {path}: {error.strerror}; make it writable, or choose another --out"
@@ -120,6 +120,7 @@ def replace_together(files: Mapping[Path, Path]) -> None:
     that stands for all.
     """
     aside = {place: place.with_name(f".{place.name}.{os.getpid()}.aside.tmp") for place in files.values()}
+    one_alone = len(files) == 1  # it takes its place at once, and a kill leaves the old or the new
     with _explained(next(iter(aside))):
         try:
             for file in files:
@@ -128,13 +129,14 @@ def replace_together(files: Mapping[Path, Path]) -> None:
             for place, old in reversed(aside.items()):
                 if place.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-                with suppress(FileNotFoundError):
-                    os.replace(place, old)
+                if not one_alone:
+                    with suppress(FileNotFoundError):
+                        os.replace(place, old)
             for file, place in files.items():
                 os.replace(file, place)
         except BaseException:
             for (file, place), old in zip(files.items(), aside.values(), strict=True):
-                if not file.exists():  # it has its place already
+                if not one_alone and not file.exists():  # it has its place already
                     os.replace(place, file)
                 if old.exists():
                     os.replace(old, place)
@@ -362,7 +364,7 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     with suppress(OSError):  # it only serves a message
         (root / ".lock.pid").write_text(str(os.getpid()))
     with _explained(root):
-        for temp in list(root.rglob(".*.[0-9]*.tmp")):
+        for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
             shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
         events = root / "events.jsonl"
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from maskaq.errors import ExportError
 from maskaq.runfolder import replace_together
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def export(
     Returns what was compared (not of a pt2 program, which computes the same bits). Where the two differ an ExportError
     is raised, and there is no new file: one that was there under the name still is.
     """
-    path = Path(file)
+    path = check_target(file, format)
     unproven = path.with_name(f".{path.stem}.{os.getpid()}.unproven{SUFFIXES[format]}")
     made = {unproven: path}
     found = None
@@ -36,9 +37,9 @@ def export(
 
             found = verify(export_onnx(model, unproven, metadata), model, images)
         elif format == "openvino":  # another extra
-            from maskaq.export.openvino import check_name, export_openvino, verify_openvino, weights_of
+            from maskaq.export.openvino import export_openvino, verify_openvino, weights_of
 
-            made = {weights_of(unproven): weights_of(check_name(path)), unproven: path}
+            made = {weights_of(unproven): weights_of(path), unproven: path}
             found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
         else:
             from maskaq.export.pt2 import export_pt2, verify_pt2
@@ -47,6 +48,21 @@ def export(
         replace_together(made)
     finally:
         for left in made:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # an error before it says more
                 left.unlink()
     return found
+
+
+def check_target(file: str | Path, format: str) -> Path:
+    """The file, if a model in this format can be written there: told before the work."""
+    path = Path(file)
+    if path.suffix != SUFFIXES[format]:
+        raise ExportError(f"{file}: expected a name that ends in {SUFFIXES[format]} for --format {format}")
+    if path.is_dir():
+        raise ExportError(f"{file} is a folder: expected the name of a file to write")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ExportError(f"{file} cannot be written: {above} is a file, not a folder")
+    if not os.access(above, os.W_OK):
+        raise ExportError(f"{file} cannot be written: {above} is read-only; choose another place with -o")
+    return path

@@ -43,15 +43,6 @@ def weights_of(file: str | Path) -> Path:
     return Path(file).with_suffix(".bin")
 
 
-def check_name(file: Path) -> Path:
-    """The name, if it is one that OpenVINO reads."""
-    if file.suffix != ".xml":
-        raise ExportError(
-            f"{file}: OpenVINO's files are FILE.xml and FILE.bin beside it: give -o a name that ends in .xml"
-        )
-    return file
-
-
 def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
     path = Path(file)
@@ -62,7 +53,10 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
             _fuse_grid(nodes, name, grid)
         program.validate_nodes_and_infer_types()
         path.parent.mkdir(parents=True, exist_ok=True)
-        openvino.save_model(program, path, compress_to_fp16=False)
+        try:
+            openvino.save_model(program, path, compress_to_fp16=False)
+        except RuntimeError as error:
+            raise ExportError(f"OpenVINO could not write {path}, perhaps for a full disk: {error}") from error
     return path
 
 

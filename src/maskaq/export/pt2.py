@@ -1,5 +1,6 @@
 """A deployed model as torch's own exported program (`.pt2`): `torch.export.load(FILE).module()` needs no maskaq."""
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from maskaq.errors import ExportError
 from maskaq.export.facts import as_text, describe
 from maskaq.models import geometry
+from maskaq.runfolder import write_bytes_atomic
 
 NOTES = "maskaq.json"
 
@@ -26,7 +28,9 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
     program.graph_module.recompile()
     program.example_inputs = None  # or the images above would be in the file
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.export.save(program, path, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
+    made = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    torch.export.save(program, made, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
+    write_bytes_atomic(path, made.getvalue())
     return path
 
 

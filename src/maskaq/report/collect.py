@@ -111,7 +111,7 @@ def read(run: RunFolder) -> Collected | None:
     if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
         return None
     facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT or "images" not in facts:
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
     return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
 

@@ -192,7 +192,15 @@ def test_quantize_with_images_prints_plan_progress_and_table_in_plain_lines(call
     code, out, err = call(*quantize(files, tmp_path / "run", "--data", str(files / "data")))
     assert code == 0 and not err
     assert "\x1b" not in out and "\r" not in out  # not a terminal: plain lines
-    for words in ("w4a4", "8 x 3 steps", "refresh", "estimate", "calibrate, round 2 of 2: 100 %", *ROWS, QUANTIZED):
+    for words in (
+        "w4a4",
+        "8 from noise, x 3 steps",
+        "refresh",
+        "estimate",
+        "calibrate, round 2 of 2: 100 %",
+        *ROWS,
+        QUANTIZED,
+    ):
         assert words in out, words
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert list(metrics["accuracy"]) == ROWS and all(row["n"] == 12 for row in metrics["accuracy"].values())

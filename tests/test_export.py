@@ -260,7 +260,7 @@ def test_every_kind_of_model_computes_the_same_codes_in_openvino(variant, tmp_pa
 
 
 @needs_openvino
-@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"])
+@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w2a4", "w5a6"])
 def test_every_bit_width_computes_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
     from maskaq.export.openvino import read, verify_openvino
 
@@ -410,17 +410,22 @@ def run_folder(tmp_path_factory):
 
 
 @needs_onnx
-def test_the_command_line_exports_verifies_and_measures(run_folder, capsys, tmp_path):
-    assert main(["export", str(run_folder), "--data", "cifar10-demo"]) == 0
-    told = capsys.readouterr().out
+def test_the_command_line_exports_verifies_and_measures(run_folder, tmp_path):
+    """Each in a process of its own, as a user's are: runtimes with threads of their own share none of them well."""
+    from PIL import Image
+
+    for label in range(10):
+        (tmp_path / "data" / str(label)).mkdir(parents=True)
+        Image.new("RGB", (40, 50), (20 * label, 0, 90)).save(tmp_path / "data" / str(label) / "a.png")
+    told = command("export", run_folder, "--data", tmp_path / "data").stdout
     assert "verified on 4 synthetic images" in told and "49 matrix products in integers, 0 in float" in told
     assert "model.onnx" in told and "top-1" in told
     file, figures = str(run_folder / "model.onnx"), tmp_path / "figures.json"
-    told = command("bench-runtime", file, "--batch", "1", "--repeats", "1", "--threads", "1", "--json", figures)
-    assert "float32" in told.stdout  # in a process of its own: see the test of OpenVINO's files
+    told = command("bench-runtime", file, "--batch", "1", "--repeats", "1", "--threads", "1", "--json", figures).stdout
+    assert "float32" in told
     assert {row["file"] for row in json.loads(figures.read_text())["speeds"]} == {"float32", file}
-    assert main(["export", str(run_folder), "--format", "pt2", "-o", str(tmp_path / "m.pt2")]) == 0
-    assert "bit for bit" in capsys.readouterr().out and (tmp_path / "m.pt2").exists()
+    told = command("export", run_folder, "--format", "pt2", "-o", tmp_path / "m.pt2").stdout
+    assert "bit for bit" in told and (tmp_path / "m.pt2").exists()
 
 
 @needs_onnx
@@ -441,9 +446,9 @@ def test_the_example_evaluates_a_file_without_maskaq(vit, tmp_path):
 def test_the_command_line_exports_to_openvino_and_measures_it(run_folder, tmp_path):
     """In a process of its own: two runtimes with threads of their own do not belong into a test's worker."""
     file, figures = str(tmp_path / "m.xml"), tmp_path / "figures.json"
-    told = command("export", run_folder / "quantized", "--format", "openvino", "-o", file, "--data", "cifar10-demo")
+    told = command("export", run_folder / "quantized", "--format", "openvino", "-o", file)
     assert "verified on 16 synthetic images" in told.stdout and "0 in float" in told.stdout, told
-    assert "m.xml and .bin" in told.stdout and "top-1" in told.stdout
+    assert "m.xml and .bin" in told.stdout
     command("bench-runtime", file, "--batch", "1", "--repeats", "1", "--threads", "1", "--json", figures)
     found = {(row["file"], row["runtime"]) for row in json.loads(figures.read_text())["speeds"]}
     assert found == {("float32", "onnxruntime"), ("float32", "openvino"), (file, "openvino")}
@@ -484,12 +489,12 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(target, format, 
 
 
 @needs_onnx
-def test_speeds_of_two_models_are_not_compared(run_folder, tmp_path, capsys):
-    swin = tmp_path / "swin.onnx"
-    export_onnx(deployed("w4a4", tiny_swin), swin, {"architecture": {"name": "another"}, "model": "another"})
-    assert main(["export", str(run_folder)]) == 0
-    assert main(["bench-runtime", str(run_folder / "model.onnx"), str(swin)]) == 1
+def test_speeds_of_two_models_are_not_compared(tmp_path, capsys):
+    one, other = tmp_path / "one.onnx", tmp_path / "other.onnx"
+    for file in (one, other):
+        export_onnx(deployed("w4a4"), file, {"architecture": {"name": file.stem}, "model": file.stem})
+    assert main(["bench-runtime", str(one), str(other)]) == 1
     told = capsys.readouterr().err
-    assert "of two models" in told and "another" in told
-    assert main(["bench-runtime", str(run_folder / "model.onnx"), "--threads", "100000"]) == 1
+    assert "of two models" in told and f"{other} (other)" in told
+    assert main(["bench-runtime", str(one), "--threads", "100000"]) == 1
     assert "--threads 100000" in capsys.readouterr().err

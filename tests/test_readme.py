@@ -54,7 +54,7 @@ def test_commands_of_the_readme_run_in_their_order(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::10], labels[::10]))
     for words in filter(runs_here, MASKAQ):
         budget = ["--set", *SMALL.split()] if words[0] in ("demo", "quantize") else []
-        budget = ["--repeats", "1"] if words[0] == "bench-runtime" else budget
+        budget = ["--repeats", "1", "--batch", "1"] if words[0] == "bench-runtime" else budget
         assert cli.main([*words, *budget]) == 0, words
     out = capsys.readouterr().out
     assert "maskaq wins back" in out or "round to nearest" in out

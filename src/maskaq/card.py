@@ -15,7 +15,8 @@ def _name(config: dict[str, Any]) -> str:
     return str((config["timm"] or {}).get("name") or config["architectures"][0])
 
 
-def _bits(config: dict[str, Any]) -> str:
+def bits_of(config: dict[str, Any]) -> str:
+    """wXaY: the widths of most of its layers."""
     scheme = config["quantization_config"]
     return f"w{scheme['weight_bits']}a{scheme['activation_bits']}"
 
@@ -35,7 +36,7 @@ def _what(config: dict[str, Any]) -> str:
     weights, (channels, height, width) = config["weights"], config["input_size"]
     before, after = weights["float32_bytes"], weights["bytes"]
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
-    return f"""# {_name(config)}, {_bits(config)}
+    return f"""# {_name(config)}, {bits_of(config)}
 
 A {config["architectures"][0]} for images of {height} x {width} with {channels} channels and {config["num_labels"]}
 classes, quantized by maskaq without an image of its training data.

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from maskaq import bench as measure
 from maskaq import console as draw
 from maskaq import results, run, runfolder, zoo
+from maskaq.card import bits_of
 from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder, to_pixels
@@ -179,9 +180,8 @@ def export(args: argparse.Namespace, console: Console) -> None:
         images = geometry(model).normalise(to_pixels(opened.images().images[:_VERIFIED_ON]))
     loader = _batches(args)(model) if args.data else None  # a wrong folder is told before the work
     saved = model.maskaq_config
-    bits = "w{weight_bits}a{activation_bits}".format_map(saved["quantization_config"])
     metadata = {
-        "bits": bits,
+        "bits": bits_of(saved),
         "model": saved["timm"]["name"],
         "architecture": saved["timm"],
         "recipe": saved["made"].get("recipe"),

@@ -37,7 +37,7 @@ def export(
 
             found = verify(export_onnx(model, unproven, metadata), model, images)
         elif format == "openvino":  # another extra
-            from maskaq.export.openvino import export_openvino, verify_openvino, weights_of
+            from maskaq.export.openvino import export_openvino, verify_openvino
 
             made = {weights_of(unproven): weights_of(path), unproven: path}
             found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
@@ -51,6 +51,11 @@ def export(
             with suppress(OSError):  # an error before it says more
                 left.unlink()
     return found
+
+
+def weights_of(file: str | Path) -> Path:
+    """Where OpenVINO looks for the numbers of a graph."""
+    return Path(file).with_suffix(".bin")
 
 
 def check_target(file: str | Path, format: str) -> Path:

@@ -38,11 +38,6 @@ _ON_GRID = "{}.on_grid"
 """Names the tensor that leaves a grid."""
 
 
-def weights_of(file: str | Path) -> Path:
-    """Where OpenVINO looks for the numbers of a graph."""
-    return Path(file).with_suffix(".bin")
-
-
 def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
     path = Path(file)

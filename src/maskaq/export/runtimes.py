@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ExportError, MaskaqError
 from maskaq.export import onnx as onnx_files
+from maskaq.export import weights_of
 from maskaq.export.onnx import INPUT, OUTPUT
 from maskaq.export.verify import onnx, onnxruntime, session
 
@@ -94,7 +95,7 @@ def runnable(file: str | Path, threads: int = 0) -> nn.Module:
 
 def bytes_of(file: str | Path) -> int:
     """On disk, with the numbers of a graph that has them beside it."""
-    files = [Path(file), *([Path(file).with_suffix(".bin")] if of_openvino(file) else [])]
+    files = [Path(file), *([weights_of(file)] if of_openvino(file) else [])]
     return sum(path.stat().st_size for path in files)
 
 

@@ -306,13 +306,6 @@ def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
     assert code == 0 and float(row.split("│")[2]) > 60 and row.split("│")[5].split() == ["50"]
 
 
-def test_the_demo_goes_from_an_embedded_model_to_a_table(call, tmp_path, monkeypatch):
-    images, labels = zoo.test_images()
-    monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
-    code, out, err = call("demo", "--out", tmp_path / "run", "--device", "cpu", "--set", *SMALL)
-    assert code == 0 and not err and all(name in out for name in ROWS) and "w3a3" in out
-
-
 def test_a_folder_with_brackets_and_colons_in_its_name_is_printed_as_it_is(call, files, tmp_path):
     out = tmp_path / "[red]run[/] :star:"
     code, text, _ = call(*quantize(files, out, "--set", "calibration.epochs=0"))

@@ -18,7 +18,7 @@ WEB = Path(__file__).parents[1] / "examples" / "web"
 PAGE = ("index.html", "app.js", "style.css", "sw.js")
 RUNTIME_FOLDER = "MASKAQ_ONNXRUNTIME_WEB"  # dist/ of an installed onnxruntime-web, in place of npm
 SMALL = (
-    "synthesis.images=8 synthesis.batch=8 synthesis.steps=4 calibration.epochs=2 calibration.batch=8 refresh.every=1"
+    "synthesis.images=4 synthesis.batch=4 synthesis.steps=2 calibration.epochs=1 calibration.batch=4 refresh.every=0"
 )
 SECONDS = 60
 

@@ -34,6 +34,9 @@ from maskaq.export.onnx import CODES, OUTPUT, export_onnx
 from maskaq.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
 
 _LEVELS = 256
+_CORE = openvino.Core()
+"""One for the process. Each has signals handled on a stack of its own, and gives back the one before when it goes: of
+two that go in the order they came (2026.4), the second gives back one that is gone, and the next signal kills."""
 _ON_GRID = "{}.on_grid"
 """Names the tensor that leaves a grid."""
 
@@ -42,7 +45,7 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
     path = Path(file)
     with tempfile.TemporaryDirectory() as folder:
-        program = openvino.Core().read_model(export_onnx(model, Path(folder) / "model.onnx", metadata))
+        program = _CORE.read_model(export_onnx(model, Path(folder) / "model.onnx", metadata))
         nodes = {node.get_friendly_name(): node for node in program.get_ops()}
         for name, grid in grids_of(model).items():
             _fuse_grid(nodes, name, grid)
@@ -73,7 +76,7 @@ def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
 def read(file: str | Path) -> "openvino.Model":
     """A model from its two files, or from an ONNX file."""
     try:
-        return openvino.Core().read_model(str(file))
+        return _CORE.read_model(str(file))
     except Exception as error:  # a RuntimeError with the trace of a parser
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
         raise ExportError(f"cannot read {file} as an OpenVINO model: {reason}") from error
@@ -93,7 +96,7 @@ def compiled(program: "openvino.Model", threads: int = 0) -> "openvino.CompiledM
     """For the CPU, with as many threads as it likes, or so many."""
     # Without the hint what is not quantized would be computed in bfloat16 where the CPU has it.
     settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
-    return openvino.Core().compile_model(program, "CPU", settings)
+    return _CORE.compile_model(program, "CPU", settings)
 
 
 class OpenvinoModel(nn.Module):

@@ -5,19 +5,19 @@ import torch
 
 torch.set_num_threads(1)
 
-WHOLE = ("tests/test_export.py", "tests/test_web.py")
-"""Files whose tests share what took long to make: one worker runs them all."""
+LONG = ("cli", "engine", "export", "peers", "pretrained", "readme", "report", "run", "web")
+"""Files that take long, or whose tests share what took long to make: each goes to one worker, before all others."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of two workers the next free one takes the next test, the files above first."""
+    """The next free worker takes the next long file, and when there is none any more the next test."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return next((file for file in WHOLE if nodeid.startswith(file)), nodeid)
+            return next((name for name in LONG if nodeid.startswith(f"tests/test_{name}.py")), nodeid)
 
     return Scheduling(config, log)

@@ -11,6 +11,8 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 session = onnxruntime.InferenceSession(sys.argv[1])
 notes = session.get_modelmeta().custom_metadata_map
 (_, height, width), crop = json.loads(notes["maskaq.input_size"]), json.loads(notes["maskaq.crop_pct"])

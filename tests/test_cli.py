@@ -722,4 +722,4 @@ def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call,
 
     monkeypatch.setattr("maskaq.commands.inspect", allocate)
     code, _, err = call("inspect", "cifar10_vit")
-    assert code == 1 and err.startswith("error: out of memory: lower synthesis.images")
+    assert code == 1 and err.startswith("error: out of memory: lower --batch, or in a recipe synthesis.images")

@@ -68,9 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         if type(error).__name__ == "OutOfMemoryError":
             errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red")
         elif isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-            errors.print(
-                "error: out of memory: lower synthesis.images, synthesis.batch or calibration.batch", style="red"
-            )
+            remedy = "lower --batch, or in a recipe synthesis.images, synthesis.batch or calibration.batch"
+            errors.print(f"error: out of memory: {remedy}", style="red")
         else:
             raise
         return 1

@@ -13,6 +13,9 @@ from maskaq.models import geometry
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
 
+REMEDY = "copy it again, or write it anew with `maskaq export`"
+"""For whoever has a file that cannot be used."""
+
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Version, bits, and how images are made ready."""

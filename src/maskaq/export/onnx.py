@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import maskaq
 from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
 from maskaq.errors import ExportError
-from maskaq.export.facts import PREFIX, as_text, describe, from_text
+from maskaq.export.facts import PREFIX, REMEDY, as_text, describe, from_text
 from maskaq.models import AttentionProducts, data_config
 from maskaq.runfolder import write_bytes_atomic
 
@@ -71,10 +71,10 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
     try:
         entries = onnx.load(str(file)).metadata_props
     except Exception as error:  # the parser's own classes, and OSError
-        raise ExportError(f"cannot read {file} as an ONNX file: {error}") from error
+        raise ExportError(f"cannot read {file} as an ONNX file: {error}; {REMEDY}") from error
     found = {e.key.removeprefix(PREFIX): from_text(e.value) for e in entries if e.key.startswith(PREFIX)}
     if "input_size" not in found:
-        raise ExportError(f"{file} was not written by maskaq: its metadata have no {PREFIX}input_size")
+        raise ExportError(f"{file} was not written by maskaq: its metadata have no {PREFIX}input_size; {REMEDY}")
     return found
 
 

@@ -29,7 +29,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
-from maskaq.export.facts import PREFIX, from_text
+from maskaq.export.facts import PREFIX, REMEDY, from_text
 from maskaq.export.onnx import CODES, OUTPUT, export_onnx
 from maskaq.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
 
@@ -79,7 +79,7 @@ def read(file: str | Path) -> "openvino.Model":
         return _CORE.read_model(str(file))
     except Exception as error:  # a RuntimeError with the trace of a parser
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
-        raise ExportError(f"cannot read {file} as an OpenVINO model: {reason}") from error
+        raise ExportError(f"cannot read {file} as an OpenVINO model: {reason.strip()}; {REMEDY}") from error
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
     entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
     found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
     if "input_size" not in found:
-        raise ExportError(f"{file} was not written by maskaq: its rt_info have no {PREFIX}input_size")
+        raise ExportError(f"{file} was not written by maskaq: its rt_info have no {PREFIX}input_size; {REMEDY}")
     return found
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from maskaq.errors import ExportError, MaskaqError
 from maskaq.export import onnx as onnx_files
 from maskaq.export import weights_of
+from maskaq.export.facts import REMEDY
 from maskaq.export.onnx import INPUT, OUTPUT
 from maskaq.export.verify import onnx, onnxruntime, session
 
@@ -217,4 +218,5 @@ def _explained(file: str | Path) -> Iterator[None]:
     except MaskaqError:
         raise
     except Exception as error:
-        raise ExportError(f"{file} cannot be run: {str(error).strip().splitlines()[-1]}") from error
+        reason = str(error).strip().splitlines()[-1]
+        raise ExportError(f"{file} cannot be run: {reason}; {REMEDY}") from error

@@ -145,7 +145,7 @@ def assert_alike(fast: Engine, *overrides: str, build=CLASS_TOKEN, only: tuple[s
 @inside
 @pytest.mark.parametrize(
     ("build", "graphs", "terms"),
-    [(CLASS_TOKEN, 2, TERMS), (AVERAGE, 2, OF_PAPER), (SHIFTED, 4, OF_PAPER)],  # of both; shifted blocks and others
+    [(CLASS_TOKEN, 2, TERMS), (AVERAGE, 2, OF_PAPER), (SHIFTED, 4, TERMS)],  # of both; shifted blocks and others
     ids=["class_token", "average", "shifted"],
 )
 def test_every_synthesis_term_and_its_gradient_are_the_plain_ones(fast, build, graphs, terms):

@@ -10,6 +10,7 @@ import shutil
 import signal
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy
@@ -105,11 +106,12 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, moment):
-    """The two kinds of run take turns."""
-    kind, seconds = list(RUNS.values())[list(MOMENTS).index(moment) % 2]
-    moment = MOMENTS[moment]
+@pytest.mark.parametrize(
+    ("moment", "kind", "seconds"),
+    [(moment, *of_run) for moment, of_run in zip(MOMENTS.values(), cycle(RUNS.values()), strict=False)],  # in turn
+    ids=MOMENTS.keys(),
+)
+def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, seconds, moment):
     recipe, out = small_recipe(*kind), tmp_path / "run"
     assert in_process(quantize_and_die, out, recipe, seconds, *moment) == -signal.SIGKILL
     assert not (out / QUANTIZED).exists()
@@ -339,7 +341,10 @@ def test_a_damaged_shard_of_the_round_before_does_not_stop_a_warm_refresh_for_go
     shard.unlink()
     ears = Ears()
     assert len(quantize(tiny_vit(), recipe, out, watch=ears).images) == 8
-    assert ears.notes[0] == "shard 1 of round 0 is not there any more: this one starts anew"
+    assert ears.notes == [
+        "shard 1 of round 0 is not there any more: this one starts anew",
+        "measuring every layer for the report",
+    ]
 
 
 def test_a_damaged_checkpoint_is_named_and_once_deleted_the_run_goes_back_and_ends_the_same(tmp_path, straight):

@@ -1,6 +1,8 @@
 """What every exported file says of its model, so that it can be used without maskaq."""
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from timm.data import resolve_model_data_config
@@ -8,6 +10,7 @@ from torch import nn
 
 import maskaq
 from maskaq.deployed import CodedWeight, FixedGrid
+from maskaq.errors import ExportError
 from maskaq.models import geometry
 
 PREFIX = "maskaq."
@@ -31,6 +34,14 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "interpolation": config["interpolation"],
         "classes": facts.classes,
     }
+
+
+def ours(entries: Mapping[str, str], file: str | Path, where: str) -> dict[str, Any]:
+    """Of a file's entries those that maskaq wrote; ExportError if there are none. `where` names their place in it."""
+    found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
+    if "input_size" not in found:
+        raise ExportError(f"{file} was not written by maskaq: its {where} have no {PREFIX}input_size; {REMEDY}")
+    return found
 
 
 def as_text(value: Any) -> str:

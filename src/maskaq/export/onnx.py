@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import maskaq
 from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
 from maskaq.errors import ExportError
-from maskaq.export.facts import PREFIX, REMEDY, as_text, describe, from_text
+from maskaq.export.facts import PREFIX, REMEDY, as_text, describe, ours
 from maskaq.models import AttentionProducts, data_config
 from maskaq.runfolder import write_bytes_atomic
 
@@ -72,10 +72,7 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
         entries = onnx.load(str(file)).metadata_props
     except Exception as error:  # the parser's own classes, and OSError
         raise ExportError(f"cannot read {file} as an ONNX file: {error}; {REMEDY}") from error
-    found = {e.key.removeprefix(PREFIX): from_text(e.value) for e in entries if e.key.startswith(PREFIX)}
-    if "input_size" not in found:
-        raise ExportError(f"{file} was not written by maskaq: its metadata have no {PREFIX}input_size; {REMEDY}")
-    return found
+    return ours({entry.key: entry.value for entry in entries}, file, "metadata")
 
 
 def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> Path:

@@ -29,7 +29,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
-from maskaq.export.facts import PREFIX, REMEDY, from_text
+from maskaq.export.facts import REMEDY, ours
 from maskaq.export.onnx import CODES, OUTPUT, export_onnx
 from maskaq.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
 
@@ -86,10 +86,7 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
     """The entries that maskaq wrote into a file."""
     program = read(file)
     entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
-    found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
-    if "input_size" not in found:
-        raise ExportError(f"{file} was not written by maskaq: its rt_info have no {PREFIX}input_size; {REMEDY}")
-    return found
+    return ours(entries, file, "rt_info")
 
 
 def compiled(program: "openvino.Model", threads: int = 0) -> "openvino.CompiledModel":

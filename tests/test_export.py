@@ -263,7 +263,7 @@ def test_every_kind_of_model_computes_the_same_codes_in_openvino(variant, tmp_pa
 
 
 @needs_openvino
-@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w2a4", "w5a6", "w4a2"])
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"])
 def test_every_bit_width_computes_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
     from maskaq.export.openvino import read
 

@@ -6,6 +6,7 @@ function, which the tests hold it to.
 """
 
 import functools
+import gc
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -102,7 +103,7 @@ class _Replayed:
                 torch.cuda.current_stream().wait_stream(self.side)
             else:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
+                with _without_garbage(), torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
                     self.step()
                 self.graph = graph
                 self.graph.replay()
@@ -112,6 +113,19 @@ class _Replayed:
             self.pending.append(event)
             if len(self.pending) > self.IN_FLIGHT:
                 self.pending.popleft().synchronize()
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """An earlier run's graph that Python happened to free in the middle of a capture would end it: freed before."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ No GPU is needed. The fast engine runs on the CPU in float32: kernels in Triton'
 half of the compiler, no CUDA graph. That takes a process of its own, because Triton reads its switch at import.
 """
 
+import gc
 import importlib.util
 import json
 import math
@@ -77,6 +78,44 @@ if INTERPRETED:
             return sum(any("gelu" in name for name in names) and _is_fused(names) == fused for names in called)
 
     FAST = FastOnCpu()
+
+
+@outside
+@needs_triton
+def test_blocks_embedding_and_merging_are_compiled():
+    from maskaq.engine.fast import _regions
+
+    vit = expose(tiny_vit())
+    assert _regions(vit) == ["patch_embed", *(f"blocks.{i}" for i in range(len(vit.blocks)))]
+    stages = [[f"layers.{i}.downsample", f"layers.{i}.blocks.0", f"layers.{i}.blocks.1"] for i in range(2)]
+    assert _regions(expose(tiny_swin())) == ["patch_embed", *stages[0][1:], *stages[1]]
+
+
+@outside
+@needs_triton
+def test_nothing_is_freed_during_a_capture():
+    from maskaq.engine.fast import _without_garbage
+
+    freed = []
+
+    class Graph:
+        def __del__(self):
+            freed.append(self)
+
+    def leave_one():
+        old = Graph()
+        old.itself = old
+
+    gc.collect()
+    leave_one()
+    with _without_garbage():
+        assert len(freed) == 1, "garbage of before is gone"
+        leave_one()
+        [[] for _ in range(10_000)]  # enough to start a collection
+        assert len(freed) == 1 and not gc.isenabled()
+    assert gc.isenabled()
+    gc.collect()
+    assert len(freed) == 2
 
 
 def _is_fused(names: set[str]) -> bool:

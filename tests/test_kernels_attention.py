@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maskaq.quant import grid
@@ -73,6 +74,19 @@ def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
         binary = compiled(kernel, absent & set(kernel.arg_names), {**shape, **more, **blocks}, launch)
         assert binary.metadata.shared < 227 * 1024
         assert "wgmma" in binary.asm["ptx"], "the products should run on the tensor cores"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+def test_the_bias_of_a_window_is_read_in_whole_rows():
+    options = kernels._forward_options(49, 32)
+    blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
+    shape = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0)
+    launch = {name: value for name, value in options.items() if name not in blocks}
+    loads = {}
+    for absent in ({"scores_ptr", "received_ptr"}, {"scores_ptr", "received_ptr", "bias_ptr"}):
+        ptx = compiled(kernels._forward_kernel, absent, {**shape, **blocks}, launch).asm["ptx"]
+        loads["bias_ptr" in absent] = ptx.count("ld.global")
+    assert loads[False] - loads[True] <= 64 * 64 // 128 // 4, "four values at a time"
 
 
 def test_fits_says_which_shapes_the_kernels_serve():
@@ -256,6 +270,8 @@ def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
 @pytest.mark.parametrize("windows", [0, 2])
 def test_is_a_good_citizen_of_torch(windows):
     q, k, v, bias, p_scale = case(windows=windows, step=0.01)
+    if bias is not None:  # what the operator takes has padded rows
+        bias = F.pad(bias.detach(), (0, -bias.shape[-1] % 8)).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(
         torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, True, 1, 12), test_utils=tests

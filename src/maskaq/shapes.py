@@ -40,8 +40,13 @@ class Layer:
         return self._to_raster(rows.unflatten(0, (-1, self.windows)).flatten(1))
 
     def patch_heads(self, heads: Tensor) -> Tensor:
-        """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only."""
-        return self._to_raster(self.window_patches(heads).transpose(1, 2).flatten(2, 3), dim=2)
+        """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only, window by window.
+
+        Who compares them patch by patch need not know where a patch lies, so they stay where they are in memory.
+        """
+        patches = self.window_patches(heads).transpose(1, 2).flatten(2, 3)
+        is_padded = patches.shape[2] > self.grid[0] * self.grid[1]
+        return self._to_raster(patches, dim=2) if is_padded else patches
 
     def window_patches(self, tokens: Tensor) -> Tensor:
         """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""

@@ -43,28 +43,26 @@ class FastEngine(Engine):
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        layers = geometry(model).layers
-        blocks = [model.get_submodule(name) for name in {layer.block: None for layer in layers}]
-        attentions = [model.get_submodule(layer.attention) for layer in layers]
-        embeddings: list[Any] = [
-            conv for conv in map(model.get_submodule, geometry(model).first) if _is_patchwise(conv)
-        ]
+        facts = geometry(model)
+        regions = [model.get_submodule(name) for name in _regions(model)]
+        attentions = [model.get_submodule(layer.attention) for layer in facts.layers]
+        embeddings: list[Any] = [conv for conv in map(model.get_submodule, facts.first) if _is_patchwise(conv)]
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32
-            for block in blocks:
-                block.forward = types.MethodType(self.compiled(type(block).forward), block)  # type: ignore[method-assign]
+            for region in regions:
+                region.forward = types.MethodType(self.compiled(type(region).forward), region)  # type: ignore[method-assign]
             for attention in attentions:
                 attention.fused = _fused_attention  # type: ignore[assignment]
             for conv in embeddings:
-                conv._conv_forward = types.MethodType(self.compiled(_patchwise), conv)
+                conv._conv_forward = types.MethodType(_patchwise, conv)
             # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
             with torch._dynamo.config.patch(recompile_limit=64), _current(self.device):
                 yield
         finally:
             torch.set_float32_matmul_precision(before)
-            for block in blocks:
-                block.__dict__.pop("forward", None)
+            for region in regions:
+                region.__dict__.pop("forward", None)
             for attention in attentions:
                 attention.fused = None  # type: ignore[assignment]
             for conv in embeddings:
@@ -78,6 +76,24 @@ class FastEngine(Engine):
 
     def once(self) -> AbstractContextManager[Any]:
         return torch.compiler.set_stance("force_eager")
+
+
+def _regions(model: nn.Module) -> list[str]:
+    """What is compiled, each by itself: the blocks, and all else with parameters up to the last of them.
+
+    That is the patch embedding and, in Swin, the merging of patches. What follows sees few tokens.
+    """
+    blocks = {layer.block for layer in geometry(model).layers}
+    found: list[str] = []
+    since: list[str] = []  # the last block
+    for name, module in model.named_modules():
+        inside_one = any(name.startswith(f"{region}.") for region in (*found, *since))
+        around_some = not name or any(block.startswith(f"{name}.") for block in blocks)
+        if name in blocks:
+            found, since = [*found, *since, name], []
+        elif not inside_one and not around_some and next(module.parameters(), None) is not None:
+            since.append(name)
+    return found
 
 
 class _Replayed:

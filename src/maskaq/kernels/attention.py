@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)  # exp2 is the instruction that the hardware has
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2^23: floats there are integers, and sums round half to even
@@ -54,6 +55,8 @@ def attention(
         from T to P, a multiple of 8, both with the dtype of q; and the mean of the readers' rows (B, H, T), float32.
         All are differentiable.
     """
+    if bias is not None:  # whole aligned rows: else the kernels read it value by value
+        bias = F.pad(bias, (0, _pitch(bias.shape[-1]) - bias.shape[-1]))
     heads, scores, received, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores, *readers)
     return heads, scores, received
 
@@ -146,8 +149,11 @@ def _forward_kernel(
         logits = scores * (scale * LOG2_E)
         if bias_ptr is not None:
             bias = tl.load(
-                bias_ptr + (batch % window_count * head_count + head) * (T * T) + queries[:, None] * T + keys[None, :],
-                mask=(queries < T)[:, None] & (keys < T)[None, :],
+                bias_ptr
+                + (batch % window_count * head_count + head) * (T * PITCH)
+                + queries[:, None] * PITCH
+                + keys[None, :],
+                mask=(queries < T)[:, None] & (keys < PITCH)[None, :],
                 other=0.0,
             )
             logits += bias.to(tl.float32) * LOG2_E
@@ -243,10 +249,10 @@ def _backward_kernel(
             lse = tl.load(lse_ptr + pair * T + queries, mask=queries < T, other=float("inf"))  # no such query: probs 0
             logits = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2_E)  # (BLOCK_T, BLOCK_Q)
             if bias_ptr is not None:
-                bias_ptrs = bias_ptr + (batch % window_count * head_count + head) * (T * T)
+                bias_ptrs = bias_ptr + (batch % window_count * head_count + head) * (T * PITCH)
                 bias = tl.load(
-                    bias_ptrs + queries[None, :] * T + keys[:, None],
-                    mask=(queries < T)[None, :] & (keys < T)[:, None],
+                    bias_ptrs + queries[None, :] * PITCH + keys[:, None],
+                    mask=(queries < T)[None, :] & (keys < PITCH)[:, None],
                     other=0.0,
                 )
                 logits += bias.to(tl.float32) * LOG2_E
@@ -366,7 +372,10 @@ def _attention(
     first_reader: int,
     readers: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """heads, scores, received, and the log-sum-exp of each row (to base 2, for the backward alone)."""
+    """heads, scores, received, and the log-sum-exp of each row (to base 2, for the backward alone).
+
+    Rows of the bias are padded as those of the scores are.
+    """
     batch, head_count, tokens, head_dim = q.shape
     heads, scores, received, lse = _attention_fake(
         q, k, v, scale, bias, p_scale, p_top, keep_scores, first_reader, readers
@@ -532,7 +541,7 @@ def _backward(
     dq, dk, dv = d_qkv.permute(2, 0, 3, 1, 4).unbind(0)
     d_bias = to_p_scale = None
     if want_d_bias:
-        d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32)[..., : q.shape[2]].to(bias.dtype)
+        d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32).to(bias.dtype)
     if want_d_p_scale:
         to_p_scale = d_p_scale.sum().to(p_scale.dtype).reshape(p_scale.shape)
     return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None, None, None

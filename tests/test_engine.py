@@ -37,6 +37,7 @@ SIZE = (16, 8)
 CLASS_TOKEN = partial(tiny_vit, img_size=SIZE, patch_size=4)
 AVERAGE = partial(CLASS_TOKEN, depth=1, global_pool="avg", class_token=False)
 SHIFTED = partial(tiny_swin, img_size=SIZE, window_size=2, depths=(2,), num_heads=(2,))
+MERGING = partial(tiny_swin, img_size=16, window_size=2, depths=(1, 1), num_heads=(2, 2))
 PLAIN_PRODUCTS = ("attention_prior",)  # terms that read probabilities, which the fused kernel never writes
 TERMS = [name for name in SYNTHESIS_TERMS if name not in PLAIN_PRODUCTS]
 
@@ -189,6 +190,12 @@ def test_every_synthesis_term_and_its_gradient_are_the_plain_ones(fast, build, g
     """The student's attention is there alone, too: torch.compile (2.11) once lost its gradient, and no other."""
     assert assert_alike(fast, build=build, only=tuple(TERMS)) == {*TERMS, "student"}
     assert 0 < fast.blocks(fused=True) <= graphs and not fast.blocks(fused=False), "blocks alike share a graph"
+
+
+@inside
+def test_merged_patches_give_the_plain_gradients(fast):
+    names = ("class_prior", "attention_alignment")
+    assert assert_alike(fast, build=MERGING, only=names) == {*names, "student"}
 
 
 @inside

@@ -10,6 +10,7 @@ import shutil
 import signal
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy
@@ -105,8 +106,11 @@ MOMENTS = {
 }
 
 
-@every_run
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+@pytest.mark.parametrize(
+    ("moment", "kind", "seconds"),
+    [(moment, *of_run) for moment, of_run in zip(MOMENTS.values(), cycle(RUNS.values()), strict=False)],  # in turn
+    ids=MOMENTS.keys(),
+)
 def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, seconds, moment):
     recipe, out = small_recipe(*kind), tmp_path / "run"
     assert in_process(quantize_and_die, out, recipe, seconds, *moment) == -signal.SIGKILL

@@ -37,12 +37,16 @@ def test_values_in_the_interpreter():
 
 
 def compiled(kernel, absent, constants, options):
-    """The kernel for an H200 with bf16 tensors, where the tensors named in `absent` are None."""
+    """The kernel for an H200 with bf16 tensors, where the tensors named in `absent` are None.
+
+    Of a launch's options those that begin with BLOCK are constants of the kernel.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     full_precision = {"p_scale_ptr", "bias_ptr", "lse_ptr", "d_p_scale_ptr", "received_ptr", "d_received_ptr"}
-    constants = {**constants, **dict.fromkeys(absent)}
+    blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
+    constants = {**constants, **blocks, **dict.fromkeys(absent)}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -54,7 +58,8 @@ def compiled(kernel, absent, constants, options):
         if name not in constants and name.endswith(("_ptr", "_batch", "_head", "_token")):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, {name: constants[name] for name in constants}, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    launch = {name: value for name, value in options.items() if name not in blocks}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
@@ -69,24 +74,20 @@ def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
         (kernels._forward_kernel, kernels._forward_options(tokens, head_dim), {}),
         (kernels._backward_kernel, kernels._backward_options(tokens, head_dim), rows),
     ):
-        launch = {name: value for name, value in options.items() if not name.startswith("BLOCK")}
-        blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
-        binary = compiled(kernel, absent & set(kernel.arg_names), {**shape, **more, **blocks}, launch)
+        binary = compiled(kernel, absent & set(kernel.arg_names), {**shape, **more}, options)
         assert binary.metadata.shared < 227 * 1024
         assert "wgmma" in binary.asm["ptx"], "the products should run on the tensor cores"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 def test_the_bias_of_a_window_is_read_in_whole_rows():
-    options = kernels._forward_options(49, 32)
-    blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
-    shape = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0)
-    launch = {name: value for name, value in options.items() if name not in blocks}
-    loads = {}
-    for absent in ({"scores_ptr", "received_ptr"}, {"scores_ptr", "received_ptr", "bias_ptr"}):
-        ptx = compiled(kernels._forward_kernel, absent, {**shape, **blocks}, launch).asm["ptx"]
-        loads["bias_ptr" in absent] = ptx.count("ld.global")
-    assert loads[False] - loads[True] <= 64 * 64 // 128 // 4, "four values at a time"
+    shape, options = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0), kernels._forward_options(49, 32)
+
+    def loads(*absent):
+        return compiled(kernels._forward_kernel, absent, shape, options).asm["ptx"].count("ld.global")
+
+    of_bias = loads("scores_ptr", "received_ptr") - loads("scores_ptr", "received_ptr", "bias_ptr")
+    assert 0 < of_bias <= 64 * 64 // 128 // 4, "four values at a time"
 
 
 def test_fits_says_which_shapes_the_kernels_serve():

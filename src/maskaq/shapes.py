@@ -40,9 +40,10 @@ class Layer:
         return self._to_raster(rows.unflatten(0, (-1, self.windows)).flatten(1))
 
     def patch_heads(self, heads: Tensor) -> Tensor:
-        """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only, window by window.
+        """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only.
 
-        Who compares them patch by patch need not know where a patch lies, so they stay where they are in memory.
+        Who compares them patch by patch need not know where a patch lies: they stay where they are in memory, window
+        by window, but in raster order where padding has to be taken out.
         """
         patches = self.window_patches(heads).transpose(1, 2).flatten(2, 3)
         is_padded = patches.shape[2] > self.grid[0] * self.grid[1]

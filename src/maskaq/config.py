@@ -98,13 +98,6 @@ class Synthesis:
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     beta1: float = setting(0.9, "Adam's first-moment decay", low=0.0, high=0.9999)
     beta2: float = setting(0.999, "Adam's second-moment decay", low=0.0, high=0.999999)
-    octaves: int = setting(
-        1,
-        "scales that each step moves the image at, from single pixels to cells twice as large each time, all by lr; 1: "
-        "pixels, as in the paper",
-        low=1,
-        high=8,
-    )
     map: str = setting(
         "scores",
         "the attention map A: QK^T before scale and softmax, or the probabilities",

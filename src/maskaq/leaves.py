@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from maskaq import randomness
 
 _LEAVES = 150
-_TINT = 0.6  # how far a leaf's channels differ at most
 _SIZES = (0.02, 0.5)  # smallest and largest half length, of the shorter side; all orders of magnitude alike
 
 
@@ -27,7 +26,7 @@ def dead_leaves(keys: Tensor, channels: int, height: int, width: int) -> Tensor:
 
     grey = randomness.uniform(randomness.fold(keys, "grey"), 1, _LEAVES)
     tint = randomness.uniform(randomness.fold(keys, "tint"), channels, _LEAVES) - 0.5
-    colour = (grey + _TINT * tint).clamp(0, 1)  # (B, C, leaves)
+    colour = (grey + 0.6 * tint).clamp(0, 1)  # (B, C, leaves)
     contrast = randomness.uniform(randomness.fold(keys, "contrast"), _LEAVES)
     # Each leaf shows the texture from another place on, with its own contrast.
     moved = (randomness.uniform(randomness.fold(keys, "place"), _LEAVES) * height).long() * width

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from maskaq import masks, randomness
 from maskaq.augment import jitter, quarter
-from maskaq.config import Recipe, Synthesis
+from maskaq.config import Recipe
 from maskaq.data import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.engine import PLAIN, Engine
 from maskaq.leaves import dead_leaves
@@ -220,7 +219,7 @@ class Synthesizer:
         if canvas is None or len(canvas.labels) < count or (len(canvas.labels) != count and not self.engine.captures):
             self._canvas = None  # frees its memory before the next one takes some
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
-            canvas = _Canvas(count, self.geometry, longest, self.config, self.device)
+            canvas = _Canvas(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
             canvas.advance = self.engine.repeated(partial(self._step, canvas))
             self._canvas = canvas
         return canvas
@@ -336,14 +335,11 @@ class _Canvas:
         count: int,
         geometry: Geometry,
         schedule: Mapping[str, list[float]],
-        config: Synthesis,
+        betas: tuple[float, float],
         device: torch.device,
     ) -> None:
         shape = (count, geometry.channels, *geometry.image_size)
         self.images = torch.zeros(shape, device=device, requires_grad=True)
-        sizes = [[-(-side >> octave) for side in geometry.image_size] for octave in range(1, config.octaves)]
-        self.coarse = [torch.zeros(*shape[:2], *size, device=device, requires_grad=True) for size in sizes]
-        """What the step adds to the images at each larger scale."""
         self.low = geometry.normalise(torch.zeros_like(self.images[:1]))
         self.high = geometry.normalise(torch.ones_like(self.images[:1]))
         self.labels = torch.zeros(count, dtype=torch.int64, device=device)
@@ -352,8 +348,7 @@ class _Canvas:
         self.names = list(schedule)
         self.schedule = torch.zeros(len(schedule), len(schedule["lr"]), device=device)
         lr = torch.zeros((), device=device)  # a tensor, so that a replayed step sees it change
-        betas, capturable = (config.beta1, config.beta2), device.type == "cuda"
-        self.adam = torch.optim.Adam([self.images, *self.coarse], lr, betas, fused=True, capturable=capturable)
+        self.adam = torch.optim.Adam([self.images], lr, betas, fused=True, capturable=device.type == "cuda")
         self.parts: dict[str, Tensor] = {}
         """(B,) of each loss term at the latest step."""
 
@@ -377,14 +372,9 @@ class _Canvas:
 
     @torch.no_grad()
     def descend(self, lr: Tensor) -> None:
-        """Adam along the gradient, at every scale by itself, inside the range of pixels."""
+        """Adam along the gradient, inside the range of pixels."""
         self.adam.param_groups[0]["lr"].copy_(lr)
-        for cells in self.coarse:
-            cells.grad = F.adaptive_avg_pool2d(self.images.grad, cells.shape[-2:])
         self.adam.step()
-        for cells in self.coarse:
-            self.images += F.interpolate(cells, self.images.shape[-2:], mode="bilinear", align_corners=False)
-            cells.zero_()
         self.images.clamp_(self.low, self.high)
         self.step += 1
 

@@ -71,17 +71,21 @@ def pair(recipe: Recipe, build=tiny_vit) -> tuple[nn.Module, nn.Module]:
 
 
 class Ears(Watch):
-    """Remembers every note and stage."""
+    """Remembers every note, every stage, and the figures of every advance."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.stages: list[tuple[str, int, int]] = []
+        self.metrics: list[dict[str, float]] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         self.stages.append((title, total, done))
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        self.metrics.append(metrics)
 
 
 WEIGHTS = f"{run.QUANTIZED}/model.safetensors"

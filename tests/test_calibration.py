@@ -12,6 +12,7 @@ from torch import nn
 from maskaq import calibration
 from maskaq.calibration import Calibrator
 from maskaq.data import SyntheticSet
+from maskaq.engine import Engine
 from maskaq.errors import CalibrationError, MaskaqError
 from maskaq.losses import terms
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, TermSpec, calibration_term
@@ -146,6 +147,18 @@ def test_teacher_and_student_see_the_same_views_and_every_image_once_an_epoch():
     assert sorted(rows) == list(range(8)) and rows != list(range(8))
 
 
+def test_an_engine_that_seldom_looks_waits_for_the_device_once_an_epoch():
+    class Seldom(Engine):
+        seconds_between_looks = 1e9
+
+    ears = Ears()
+    fit = calibrator("calibration.batch=2", watch=ears, engine=Seldom())
+    fit.epoch(pictures(8), 0)
+    told = len(ears.metrics)
+    means = fit.epoch(pictures(8), 1)
+    assert ears.metrics[told:] == [{}, {}, {}, {"loss": pytest.approx(means["loss"])}]
+
+
 def test_another_seed_gives_another_order_and_other_views():
     a, b = calibrator(seed=0), calibrator(seed=1)
     seen, seen_other = inputs_of(a.teacher), inputs_of(b.teacher)
@@ -278,7 +291,9 @@ def test_the_rate_starts_at_lr_and_falls_step_by_step_to_its_final_share(monkeyp
     cal = calibrator("calibration.lr=0.01", "calibration.lr_final=0.1", "calibration.epochs=20", "calibration.batch=2")
     rates = []
     monkeypatch.setattr(
-        Calibrator, "_step", lambda self, *_: rates.append(float(cal.optimizer.param_groups[0]["lr"])) or {"loss": 0.0}
+        Calibrator,
+        "_step",
+        lambda self, *_: rates.append(float(cal.optimizer.param_groups[0]["lr"])) or {"loss": torch.zeros(())},
     )
     for epoch in range(20):
         cal.epoch(pictures(), epoch)

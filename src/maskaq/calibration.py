@@ -51,6 +51,7 @@ class Calibrator:
         self._trays: dict[int, _Tray] = {}
         self._data: SyntheticSet | None = None
         self._data_near: SyntheticSet
+        self._looked = -math.inf  # when the loss was last read back
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images, shuffled and augmented anew; returns the mean of each loss term.
@@ -60,7 +61,6 @@ class Calibrator:
         data = self._near(data)
         batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
         sums: dict[str, Tensor] = {}
-        looked = -math.inf
         with ExitStack() as stack:
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
@@ -71,16 +71,15 @@ class Calibrator:
                 for name, value in self._step(data[chosen], epoch).items():
                     sums[name] = sums.get(name, 0) + value * len(chosen)
                 metrics = {}
-                if step == len(batches) - 1 or time.monotonic() - looked > self.engine.seconds_between_looks:
-                    loss, looked = (
-                        float(sums["loss"]) / min((step + 1) * self.config.batch, len(data)),
-                        time.monotonic(),
-                    )
+                if step == len(batches) - 1 or time.monotonic() - self._looked > self.engine.seconds_between_looks:
+                    loss = float(sums["loss"]) / min((step + 1) * self.config.batch, len(data))
+                    self._looked = time.monotonic()
                     if not math.isfinite(loss):
                         raise self.diverged(f"the calibration loss became {loss} in epoch {epoch}, step {step}")
                     metrics["loss"] = loss
                 self.watch.advance(len(chosen), **metrics)
-        means = {name: float(total) / len(data) for name, total in sums.items()}
+        totals = torch.stack(list(sums.values())).tolist()  # one wait for all
+        means = {name: total / len(data) for name, total in zip(sums, totals, strict=True)}
         return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def diverged(self, what: str) -> CalibrationError:

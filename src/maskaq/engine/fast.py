@@ -84,16 +84,17 @@ def _regions(model: nn.Module) -> list[str]:
     That is the patch embedding and, in Swin, the merging of patches. What follows sees few tokens.
     """
     blocks = {layer.block for layer in geometry(model).layers}
-    found: list[str] = []
-    since: list[str] = []  # the last block
-    for name, module in model.named_modules():
-        inside_one = any(name.startswith(f"{region}.") for region in (*found, *since))
-        around_some = not name or any(block.startswith(f"{name}.") for block in blocks)
-        if name in blocks:
-            found, since = [*found, *since, name], []
-        elif not inside_one and not around_some and next(module.parameters(), None) is not None:
-            since.append(name)
-    return found
+    around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."}
+
+    def walk(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if path + name in around:
+                yield from walk(child, f"{path}{name}.")
+            elif next(child.parameters(), None) is not None:
+                yield path + name
+
+    found = list(walk(model, ""))
+    return found[: max(found.index(block) for block in blocks) + 1]
 
 
 class _Replayed:

@@ -314,6 +314,11 @@ def test_head_structure_with_a_whole_weight_is_that_many_copies_of_the_patch():
         near(loss(p, q, weights), loss(p[:, :, copies], q[:, :, copies], once))
 
 
+def test_the_gradient_of_head_structure_is_whole_although_none_passes_through_the_mean():
+    (p, q), w = head_pair(), patch_weights()
+    assert torch.autograd.gradcheck(lambda student: distill.head_structure(p, student, w), q.requires_grad_())
+
+
 def test_head_structure_ignores_an_offset_of_each_channel():
     (p, q), w = head_pair(), patch_weights()
     near(distill.head_structure(p, q + draw(3, 2, 1, 3, seed=9), w), distill.head_structure(p, q, w))

@@ -22,7 +22,8 @@ def head_structure(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
     """
     w = (weights / weights.sum(dim=1, keepdim=True))[:, None, :, None]  # (B, 1, N, 1)
     p = teacher - (w * teacher).sum(dim=2, keepdim=True)
-    q = student - (w * student).sum(dim=2, keepdim=True)
+    # Moments about the mean do not change with the mean, to first order: its gradient is 0, and need not be computed.
+    q = student - (w * student).sum(dim=2, keepdim=True).detach()
     covariance = (w * p * q).sum(dim=2)  # (B, H, D)
     variances = (w * (p.square() + q.square())).sum(dim=2)
     return 1 - ((2 * covariance + _C2) / (variances + _C2)).mean(dim=(1, 2))

@@ -92,7 +92,7 @@ def test_every_kind_of_model_computes_the_same_codes_in_integer_products(variant
 
 
 @needs_onnx
-@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w2a4", "w5a6"])
+@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"])
 def test_every_bit_width_computes_the_same_codes_in_integer_products_from_small_weights(bits, tmp_path):
     model = deployed(bits, lambda: tiny_vit(depth=1))
     file = export_onnx(model, tmp_path / "model.onnx")
@@ -265,7 +265,7 @@ def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
 
 
 @needs_openvino
-@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w5a2"])
+@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w5a6", "w4a2"])
 def test_unlike_bit_widths_compute_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
     from maskaq.export.openvino import read
 

@@ -512,7 +512,7 @@ def test_a_story_that_is_no_object_is_refused(folder, made):
     assert "config.json: expected made to be an object, found" in refused(folder)
 
 
-@pytest.mark.parametrize("made", ["gone", {"metrics": [1], "versions": 2}, {"metrics": {"accuracy": {"a": {}}}}])
+@pytest.mark.parametrize("made", ["gone", {}, {"metrics": [1], "versions": 2}, {"metrics": {"accuracy": {"a": {}}}}])
 def test_a_story_that_is_gone_or_edited_takes_nothing_from_the_model(folder, tmp_path, made):
     change(folder, lambda config: config.pop("made") if made == "gone" else config.update(made=made))
     save_pretrained(from_pretrained(folder), tmp_path / "again")

@@ -71,12 +71,12 @@ def pair(recipe: Recipe, build=tiny_vit) -> tuple[nn.Module, nn.Module]:
 
 
 class Ears(Watch):
-    """Remembers every note, every stage, and the figures of every advance."""
+    """Remembers every note, stage and advance."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.stages: list[tuple[str, int, int]] = []
-        self.metrics: list[dict[str, float]] = []
+        self.advances: list[tuple[int, dict[str, float]]] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -85,7 +85,7 @@ class Ears(Watch):
         self.stages.append((title, total, done))
 
     def advance(self, units: int = 1, **metrics: float) -> None:
-        self.metrics.append(metrics)
+        self.advances.append((units, metrics))
 
 
 WEIGHTS = f"{run.QUANTIZED}/model.safetensors"

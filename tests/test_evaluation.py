@@ -8,6 +8,7 @@ from io import BytesIO
 import pytest
 import timm
 import torch
+from helpers import Ears
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,7 +19,6 @@ from maskaq.errors import DataError, RangeError
 from maskaq.evaluation import EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
-from maskaq.watch import Watch
 
 
 @pytest.fixture(autouse=True)
@@ -111,15 +111,9 @@ def test_evaluation_leaves_the_model_in_the_mode_it_came_in():
 
 
 def test_a_watch_hears_of_every_image():
-    class Counter(Watch):
-        seen = 0
-
-        def advance(self, units=1, **metrics):
-            self.seen += units
-
-    counter = Counter()
-    evaluate(Echo(), [(RANKED[:3], LABELS[:3]), (RANKED[3:], LABELS[3:])], counter)
-    assert counter.seen == 8
+    ears = Ears()
+    evaluate(Echo(), [(RANKED[:3], LABELS[:3]), (RANKED[3:], LABELS[3:])], ears)
+    assert sum(units for units, _ in ears.advances) == 8
 
 
 def test_a_student_is_evaluated_with_its_weights_quantized_once():

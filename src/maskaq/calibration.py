@@ -78,8 +78,7 @@ class Calibrator:
                         raise self.diverged(f"the calibration loss became {loss} in epoch {epoch}, step {step}")
                     metrics["loss"] = loss
                 self.watch.advance(len(chosen), **metrics)
-        totals = torch.stack(list(sums.values())).tolist()  # one wait for all
-        means = {name: total / len(data) for name, total in zip(sums, totals, strict=True)}
+        means = {name: float(total) / len(data) for name, total in sums.items()}
         return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
 
     def diverged(self, what: str) -> CalibrationError:

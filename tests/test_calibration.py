@@ -299,6 +299,55 @@ def test_the_rate_starts_at_lr_and_falls_step_by_step_to_its_final_share(monkeyp
     assert rates[0] == pytest.approx(0.01) and rates[-1] == pytest.approx(0.001, rel=0.01)
 
 
+PACED = "calibration.pace=error"
+
+
+def outputs_of_blocks(model: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    outputs: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda _, args, out: outputs.append(out)) for block in model.blocks]
+    with torch.no_grad():
+        model(images)
+    for handle in handles:
+        handle.remove()
+    return outputs
+
+
+def test_a_paced_rate_is_lr_times_how_far_the_students_blocks_start_from_the_teachers():
+    cal, data = calibrator(PACED, "calibration.lr=0.01", "calibration.epochs=1000"), pictures(10)
+    images = cal.geometry.normalise(data.images / 255)
+    both = zip(outputs_of_blocks(cal.teacher, images), outputs_of_blocks(cal.student, images), strict=True)
+    errors = [((p - q) ** 2).mean((1, 2)) / p.var((1, 2), correction=0) for p, q in both]
+    error = math.sqrt(torch.stack(errors).mean())
+    assert 0.05 < error < 1
+    before = state(cal.student)
+    assert cal.start_error(data) == pytest.approx(error, rel=1e-4)
+    assert_same(state(cal.student), before)
+    assert [cal.epoch(data, epoch)["lr"] for epoch in (0, 1)] == pytest.approx([0.01 * error] * 2, rel=1e-3)
+
+
+def test_the_more_bits_the_smaller_the_paced_steps_and_none_is_longer_than_unpaced():
+    paces = [calibrator(f"quantization.bits={bits}").start_error(pictures()) for bits in ("w8a8", "w4a8", "w3a3")]
+    assert paces == sorted(paces) and paces[0] < 0.1 * paces[-1]
+    far = calibrator(PACED, "calibration.lr=0.01", "calibration.epochs=1000", "quantization.bits=w2a2")
+    with torch.no_grad():
+        far.student.patch_embed.proj.weight.mul_(30)
+    assert far.start_error(pictures()) > 1
+    assert far.epoch(pictures(), 0)["lr"] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_resumed_calibrator_keeps_the_pace_it_began_with():
+    settings = (PACED, *SCHEME, *ADAMW)
+    straight, begun, resumed = (calibrator(*settings) for _ in range(3))
+    for epoch in range(3):
+        told = straight.epoch(pictures(), epoch)
+    for epoch in range(2):
+        begun.epoch(pictures(), epoch)
+    resumed.student.load_state_dict(begun.student.state_dict())
+    resumed.load_state_dict(begun.state_dict())
+    assert resumed.epoch(pictures(), 2) == told
+    assert_same(state(resumed.student), state(straight.student))
+
+
 def test_the_gradient_is_clipped_at_its_norm():
     def step(clip):
         cal = calibrator(SGD, "calibration.momentum=0", "calibration.lr=1", f"calibration.clip_grad={clip}", *SCHEME)

@@ -17,6 +17,7 @@ from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
+from maskaq.losses.distill import relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.quant.quantizers import Quantizer
@@ -59,6 +60,8 @@ class Calibrator:
         Depends on the epoch's number alone, not on what ran before: a resumed run repeats nothing and skips nothing.
         """
         data = self._near(data)
+        if epoch == 0 and self.config.pace == "error":
+            self._set_pace(self.start_error(data))
         batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
         sums: dict[str, Tensor] = {}
         with ExitStack() as stack:
@@ -80,6 +83,19 @@ class Calibrator:
                 self.watch.advance(len(chosen), **metrics)
         means = {name: float(total) / len(data) for name, total in sums.items()}
         return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
+
+    @torch.no_grad()
+    def start_error(self, data: SyntheticSet, images: int = 32) -> float:
+        """How far the student's blocks are from the teacher's: 0 is equal, 1 as bad as a constant."""
+        errors = []
+        with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
+            for part in data.images[:images].split(8):
+                pixels = self.geometry.normalise(to_pixels(part.to(self.device)))
+                for model in (self.teacher, self.student):
+                    model(pixels)
+                pairs = zip(seen["blocks"], seen_student["blocks"], strict=True)
+                errors.append(torch.stack([relative_error(p, q) for p, q in pairs]).mean(dim=0))
+        return float(torch.cat(errors).mean().sqrt())
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""
@@ -198,13 +214,23 @@ class Calibrator:
         groups = [group for group in groups if group["params"]]
         for group in groups:
             group["lr"] = torch.zeros((), device=self.device)  # a tensor, so that a replayed step sees it change
+            group["pace"] = 1.0
         if self.config.optimizer == "adamw":
             return torch.optim.AdamW(groups, fused=True, capturable=self.device.type == "cuda")
         return torch.optim.SGD(groups, momentum=self.config.momentum, nesterov=self.config.momentum > 0, fused=True)
 
+    def _set_pace(self, error: float) -> None:
+        """Steps as long as the way to go: a student that starts near the teacher would only be carried away by more.
+
+        Kept with the optimiser's state, for a resumed run can no longer measure it.
+        """
+        for group in self.optimizer.param_groups:
+            group["pace"] = min(1.0, error)
+
     def _set_lr(self, progress: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(self.config.lr * group["lr_factor"] * cosine(progress, self.config.lr_final))
+            rate = self.config.lr * group["lr_factor"] * group["pace"]
+            group["lr"].fill_(rate * cosine(progress, self.config.lr_final))
 
 
 def _strength(heads: Tensor) -> Tensor:

@@ -150,6 +150,11 @@ class Calibration:
     optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
     lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
+    pace: str = setting(
+        "fixed",
+        "error: lr times the student's relative error at the start, at most 1 (not in the paper); fixed: lr as it is",
+        choices=("fixed", "error"),
+    )
     momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)
     weight_decay: float = setting(0.0, "weight decay, of weights only", low=0.0)
     range_lr: float = setting(

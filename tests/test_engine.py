@@ -494,6 +494,15 @@ def test_bench_times_both_stages():
 
 
 @outside
+def test_a_bench_counts_the_work_of_a_step_and_not_the_measuring_of_the_pace():
+    counted = [
+        list(bench.bench("tiny", expose(tiny_vit()), small_recipe(f"calibration.pace={pace}"), steps=1, repeats=1))
+        for pace in ("fixed", "error")
+    ]
+    assert [t.gigaflop for t in counted[0]] == [t.gigaflop for t in counted[1]]
+
+
+@outside
 def test_the_bench_command_prints_a_table_and_writes_json(tmp_path, capfd):
     file = tmp_path / "bench.json"
     sizes = ["--batch", "1", "--calibration-batch", "2", "--steps", "1", "--repeats", "1"]

@@ -444,7 +444,11 @@ def double_by_default():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, double_by_default])
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, double_by_default, partial(torch.autocast, "cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "double", "autocast"],
+)
 def test_torch_modes_of_the_caller_change_nothing_and_are_left_as_they_were(tmp_path, straight, checkpoint, mode):
     model, source = from_file(checkpoint)
     with mode():

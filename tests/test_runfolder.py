@@ -227,6 +227,7 @@ def test_another_identity_is_refused_with_every_differing_key(run):
     assert "recipe.extra: absent in the folder, {} asked" in message
     assert "seed: 0 in the folder, absent asked" in message
     assert "lr" not in message and "model" not in message and "--out" in message
+    assert "absent on one side is of another version" in message
     assert before == {path: path.read_bytes() for path in run.root.iterdir()}
     reopen(run.root).close()  # the refused one does not keep the lock
 

@@ -57,7 +57,8 @@ class Calibrator:
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images, shuffled and augmented anew; returns the mean of each loss term.
 
-        Depends on the epoch's number alone, not on what ran before: a resumed run repeats nothing and skips nothing.
+        Order and views depend on the epoch's number alone, not on what ran before: a resumed run repeats nothing and
+        skips nothing. Epoch 0 sets the pace, where the recipe asks for one.
         """
         data = self._near(data)
         if epoch == 0 and self.config.pace == "error":

@@ -282,6 +282,7 @@ def bench(args: argparse.Namespace, console: Console) -> None:
         engine = pick_engine(device, False if args.plain else None, watch)
         for name in args.models:
             teacher = expose(rebuild({"name": name, "args": {}})).to(device)
+            watch.note(f"{name}: timing synthesis and calibration, {args.repeats} repeats of {args.steps} steps each")
             sizes = {"batch": args.batch, "calibration_batch": args.calibration_batch}
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=args.steps, repeats=args.repeats)
     console.print(draw.bench_table(timings, run.device_name(device)))

@@ -152,7 +152,8 @@ class Calibration:
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     pace: str = setting(
         "fixed",
-        "error: lr times the student's relative error at the start, at most 1 (not in the paper); fixed: lr as it is",
+        "fixed: lr as it is; error: times the relative error of the student's blocks before the first step, if below "
+        "1, so that a student near the teacher takes small steps (not in the paper)",
         choices=("fixed", "error"),
     )
     momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)

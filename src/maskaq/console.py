@@ -151,9 +151,9 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
         every = recipe.refresh.every
         why = f": refresh.every {every} is not below calibration.epochs {calibration.epochs}" if every else ""
         table.add_row("refresh", f"no refresh{why}")
+    rate = f"lr {calibration.lr:g}" + (" x the student's error at the start" if calibration.pace == "error" else "")
     table.add_row(
-        "calibrate",
-        f"{calibration.epochs} epochs of {calibration.optimizer}, lr {calibration.lr:g}, batch {calibration.batch}",
+        "calibrate", f"{calibration.epochs} epochs of {calibration.optimizer}, {rate}, batch {calibration.batch}"
     )
     table.add_row("device", device)
     table.add_row("folder", f"{out} (images: about {size(stored)})")

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,15 @@ class Result:
 
 @contextmanager
 def own_torch_modes() -> Iterator[None]:
-    """Gradients, and float32 for what is made anew: whatever the caller's `torch.no_grad` or default dtype says."""
+    """Gradients, and float32: whatever the caller's `torch.no_grad`, `torch.autocast` or default dtype says."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         torch.set_default_dtype(before)

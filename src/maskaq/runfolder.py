@@ -313,7 +313,12 @@ def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any]) -> Non
         )
         if key not in was or key not in asked or was[key] != asked[key]:
             lines.append(f"  {key}: {here} in the folder, {there} asked")
-    raise RunFolderError("\n".join([*lines, "choose another --out, or give the settings of the folder"]))
+    advice = "choose another --out, or give the settings of the folder"
+    if any(".terms." not in key for key in was.keys() ^ asked.keys()):  # a recipe has every key but names terms freely
+        advice += (
+            ". A setting that is absent on one side is of another version of maskaq: the run can be finished with that"
+        )
+    raise RunFolderError("\n".join([*lines, advice]))
 
 
 def _read_run(root: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ web: $(VENV)/ready
 	$(BIN)/python examples/web/prepare.py
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Parity with timm on the oldest release we declare; the suite itself runs on the newest.
 test-oldest-timm: $(VENV)/ready

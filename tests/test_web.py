@@ -38,8 +38,6 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("web")  # one process: the exported page is made once
-
 from maskaq import cli  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("prepare", WEB / "prepare.py")

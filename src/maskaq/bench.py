@@ -105,9 +105,8 @@ def _shaped(recipe: Recipe, batch: int, steps: int) -> Recipe:
     return replace(
         recipe,
         synthesis=replace(recipe.synthesis, batch=batch, steps=steps),
-        calibration=replace(
-            recipe.calibration, batch=batch, pace="fixed"
-        ),  # a run measures its pace once, a bench often
+        # A run measures its pace once; each repeat of a bench would.
+        calibration=replace(recipe.calibration, batch=batch, pace="fixed"),
     )
 
 

@@ -17,7 +17,7 @@ from maskaq.config import Recipe
 from maskaq.data import SyntheticSet, to_pixels
 from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
-from maskaq.losses.distill import relative_error
+from maskaq.losses.distill import mean_relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.quant.quantizers import Quantizer
@@ -87,15 +87,14 @@ class Calibrator:
 
     @torch.no_grad()
     def start_error(self, data: SyntheticSet, images: int = 32) -> float:
-        """How far the student's blocks are from the teacher's: 0 is equal, 1 as bad as a constant."""
+        """How far the student's blocks are from the teacher's, sqrt(block_error): 0 is equal, 1 a constant."""
         errors = []
         with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
             for part in data.images[:images].split(8):
                 pixels = self.geometry.normalise(to_pixels(part.to(self.device)))
                 for model in (self.teacher, self.student):
                     model(pixels)
-                pairs = zip(seen["blocks"], seen_student["blocks"], strict=True)
-                errors.append(torch.stack([relative_error(p, q) for p, q in pairs]).mean(dim=0))
+                errors.append(mean_relative_error(seen["blocks"], seen_student["blocks"]))
         return float(torch.cat(errors).mean().sqrt())
 
     def diverged(self, what: str) -> CalibrationError:

@@ -3,6 +3,9 @@
 Head outputs are (B, H, N, D); weights (B, N) say how much each patch counts (w_l of Eq. 16).
 """
 
+from collections.abc import Callable, Sequence
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,6 +48,13 @@ def relative_error(teacher: Tensor, student: Tensor) -> Tensor:
     t, s = teacher.flatten(1), student.flatten(1)
     variance = (t - t.mean(dim=1, keepdim=True)).square().mean(dim=1)  # much faster than torch.var on a CPU
     return (t - s).square().mean(dim=1) / variance.clamp(min=1e-12)
+
+
+def mean_relative_error(
+    teacher: Sequence[Tensor], student: Sequence[Tensor], error: Callable[[Tensor, Tensor], Tensor] = relative_error
+) -> Tensor:
+    """(B,): over the layers, of one tensor (B, ...) for each. `error` may be a compiled `relative_error`."""
+    return torch.stack([error(t, s) for t, s in zip(teacher, student, strict=True)]).mean(dim=0)
 
 
 def _patch_mean(distance: Tensor, weights: Tensor) -> Tensor:

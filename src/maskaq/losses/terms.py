@@ -10,7 +10,7 @@ that images do not feel the batch they are in.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -286,5 +286,4 @@ def head_mse(v: CalibrationView) -> Tensor:
 @calibration_term(needs=("blocks",))
 def block_error(v: CalibrationView) -> Tensor:
     """Relative squared error of every block's output (not in the paper)."""
-    pairs = zip(v.blocks, v.student_blocks, strict=True)
-    return torch.stack([v.run(distill.relative_error, p, q) for p, q in pairs]).mean(dim=0)
+    return distill.mean_relative_error(v.blocks, v.student_blocks, partial(v.run, distill.relative_error))

@@ -505,10 +505,6 @@ MISTAKES = {
         lambda f, p: ["inspect", "cifar10_vit", "--model-arg", "depth=3"],
         ["cifar10_vit is embedded with its weights"],
     ),
-    "json into a folder": (
-        lambda f, p: ["evaluate", *model(f), "--data", str(f / "data"), "--json", str(p / "foreign")],
-        ["cannot write", "foreign"],
-    ),
 }
 
 
@@ -542,6 +538,8 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
         (["evaluate", "x", "--data", "y", "--crop-pct", "0"], "--crop-pct: expected a number above 0 and at most 1"),
         (["evaluate", "x", "--data", "y", "--crop-pct", "nan"], "--crop-pct"),
         (["evaluate", "x", "--data", "y", "--crop-pct", "wide"], "--crop-pct"),
+        (["bench", "--json", "."], "--json: . is a folder"),
+        (["report", "RUN", "-o", "/dev/null/page.html"], "/dev/null is a file, not a folder"),
         (["demo", "--model", "resnet"], "resnet"),
     ],
 )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 
 import maskaq
-from maskaq.errors import MaskaqError
+from maskaq.errors import MaskaqError, unwritable
 
 DEMO_DATA = "cifar10-demo"
 
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--model-arg", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="argument for timm"
     )
-    sub.add_argument("--json", metavar="FILE", help="write the table as JSON too")
+    sub.add_argument("--json", type=_new_file, metavar="FILE", help="write the table as JSON too")
     _device_option(sub)
     _data_options(sub, required=True)
 
@@ -167,7 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
     sub.add_argument("folders", metavar="RUN", nargs="+", help="run folders")
     sub.add_argument(
-        "-o", "--out", metavar="FILE.html", help="the page (default: RUN/report.html; compare.html for several runs)"
+        "-o",
+        "--out",
+        type=_new_file,
+        metavar="FILE.html",
+        help="the page (default: RUN/report.html; compare.html for several runs)",
     )
     sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
     sub.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
@@ -189,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--calibration-batch", type=_count, default=0, help="images per step (default: the recipe's)")
     sub.add_argument("--steps", type=_positive, default=20, help="steps of one measurement (default: 20)")
     sub.add_argument("--repeats", type=_positive, default=5, help="measurements, after one for the set-up (default: 5)")
-    sub.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    sub.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures as JSON too")
     sub.add_argument("--note", default="", help="a word for the JSON file, such as the commit")
     _device_option(sub)
 
@@ -199,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch", type=_positive, nargs="+", default=[1, 32], help="images at once (default: 1 32)")
     sub.add_argument("--threads", type=_positive, default=2, help="threads of each runtime (default: 2)")
     sub.add_argument("--repeats", type=_positive, default=10, help="interleaved measurements of each (default: 10)")
-    sub.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    sub.add_argument("--json", type=_new_file, metavar="FILE", help="write the figures as JSON too")
     _data_options(sub, required=False)
 
     sub = command("list", "names that other commands take")
@@ -278,6 +282,12 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
         "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
     )
     group.add_argument("--workers", type=_count, default=0, help="processes that read images (default: 0)")
+
+
+def _new_file(text: str) -> str:
+    if problem := unwritable(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
 
 
 def _share(text: str) -> float:

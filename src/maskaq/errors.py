@@ -3,8 +3,10 @@
 The command line prints the message alone and exits with 1; a traceback from anything else is a bug of ours.
 """
 
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class MaskaqError(Exception):
@@ -65,3 +67,16 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}"
+
+
+def unwritable(file: str | Path) -> str | None:
+    """The message for a file that could not be written there, so that it is told before the work; None if it could."""
+    path = Path(file).absolute()
+    if path.is_dir():
+        return f"{file} is a folder: expected the name of a file to write"
+    above = next(parent for parent in path.parents if parent.exists())
+    if not above.is_dir():
+        return f"{file} cannot be written: {above} is a file, not a folder"
+    if not os.access(above, os.W_OK):
+        return f"{file} cannot be written: {above} is read-only; choose another place"
+    return None

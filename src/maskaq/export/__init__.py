@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from maskaq.errors import ExportError
+from maskaq.errors import ExportError, unwritable
 from maskaq.runfolder import replace_together
 
 if TYPE_CHECKING:
@@ -63,11 +63,6 @@ def check_target(file: str | Path, format: str) -> Path:
     path = Path(file)
     if path.suffix != SUFFIXES[format]:
         raise ExportError(f"{file}: expected a name that ends in {SUFFIXES[format]} for --format {format}")
-    if path.is_dir():
-        raise ExportError(f"{file} is a folder: expected the name of a file to write")
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise ExportError(f"{file} cannot be written: {above} is a file, not a folder")
-    if not os.access(above, os.W_OK):
-        raise ExportError(f"{file} cannot be written: {above} is read-only; choose another place with -o")
+    if problem := unwritable(path):
+        raise ExportError(problem)
     return path

@@ -264,6 +264,16 @@ def test_percentile_leaves_out_the_outer_share_half_at_each_end():
     assert made.scale * 255 < 20
 
 
+@pytest.mark.parametrize("shape", [(32, 64, 96), (32, 197, 768), (8, 4, 16, 16), (7, 100_003), (5, 3)])
+def test_a_sample_sees_every_place_of_every_axis_and_both_ends(shape):
+    x = torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    sample = ranges.sample(x, 1 << 14)
+    places = torch.unravel_index(sample.long(), shape)
+    for place, size in zip(places, shape, strict=True):
+        assert len(place.unique()) == size or size > len(sample)
+    assert len(sample) <= (1 << 14) + 2 and {0, x.numel() - 1} <= set(sample.long().tolist())
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_mse_is_never_worse_than_minmax(bits):
     cases = [("weight", True, 6), ("weight", True, None), ("activation", True, None), ("activation", False, None)]

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -325,6 +326,29 @@ def test_ranges_can_be_set_again():
     assert other != first == digest(student)
 
 
+def test_minmax_weights_are_cut_to_the_range_of_the_recipe_once_and_the_teachers_never():
+    teacher = expose(plain_vit())
+    images, before = pictures(teacher), digest(teacher)
+    scheme = Quantization(bits="w3a8", weight_range="mse")
+    cut, searched = (quantized_twin(teacher, replace(scheme, weight=name)) for name in ("minmax", "static"))
+    whole = quantized_twin(teacher, replace(scheme, weight_range="minmax"))
+    for student in (cut, searched):
+        init_ranges_(student, images, scheme)
+    init_ranges_(whole, images, replace(scheme, weight_range="minmax"))
+    layers = {name: m for name, m in cut.named_modules() if isinstance(m, QuantWeightMixin)}
+    for name, layer in layers.items():
+        layer.quantized_weight()  # its range follows
+        scale, weight = searched.get_submodule(name).weight_quantizer.scale, teacher.get_submodule(name).weight
+        torch.testing.assert_close(layer.weight_quantizer.scale, scale)
+        bound = (scale * 7 / 2).reshape(-1, *(1,) * (weight.dim() - 1))  # of eight levels
+        torch.testing.assert_close(layer.weight.detach(), weight.clamp(-bound, bound))
+        assert torch.equal(whole.get_submodule(name).weight, weight)
+    assert any(not torch.equal(m.weight, teacher.get_submodule(name).weight) for name, m in layers.items())
+    once = digest(cut)
+    init_ranges_(cut, images, scheme)
+    assert digest(cut) == once and digest(teacher) == before
+
+
 def test_images_or_weights_with_nan_are_named_and_nothing_stays_observing():
     teacher = expose(plain_vit())
     student = quantized_twin(teacher, Quantization())
@@ -334,6 +358,7 @@ def test_images_or_weights_with_nan_are_named_and_nothing_stays_observing():
         init_ranges_(student, images, Quantization())
     assert all(q.observed is None for q in quantizers(student).values())
     assert all(m.held_weight is None for m in student.modules() if isinstance(m, QuantWeightMixin))
+    student = quantized_twin(teacher, Quantization())
     with torch.no_grad():
         student.blocks[1].mlp.fc2.weight[0, 0] = math.nan
     with pytest.raises(RangeError, match=r"blocks\.1\.mlp\.fc2\.weight.*NaN"):

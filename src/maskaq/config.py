@@ -59,7 +59,7 @@ class Quantization:
     activation: str = setting("lsq", "activation quantizer, one per tensor")
     weight_range: str = setting(
         "minmax",
-        "how weight ranges are found, for lsq and static; the minmax quantizer follows its weights",
+        "how weight ranges are found; minmax weights, whose range follows them, are cut to it at the start",
         choices=("minmax", "percentile", "mse"),
     )
     activation_range: str = setting(

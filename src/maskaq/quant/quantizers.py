@@ -21,6 +21,8 @@ Role = Literal["weight", "activation"]
 
 QUANTIZERS: dict[str, type["Quantizer"]] = {}
 
+_OBSERVED = 1 << 14  # values kept of one observed tensor: enough for a range, small enough to search it fast
+
 
 @dataclass(frozen=True)
 class Site:
@@ -61,7 +63,7 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
-            self.observed.append(_sample(x.detach()))
+            self.observed.append(ranges.sample(x.detach(), _OBSERVED))
             return x
         self._check_ready()
         return self.fake_quantize(x)
@@ -80,8 +82,8 @@ class Quantizer(nn.Module):
         scale, zero_point = self._grid(codes)
         return grid.dequantize(codes, scale, zero_point)
 
-    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> None:
-        """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`."""
+    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`; (C,) its ends."""
         if not torch.isfinite(values).all():
             raise RangeError(f"{self.site.name}: values with NaN or Inf cannot set a range; are the weights sound?")
         rows = values.flatten(1) if self.site.channels else values.reshape(1, -1)
@@ -91,6 +93,7 @@ class Quantizer(nn.Module):
         else:
             self._store(*ranges.affine(low if self.site.signed else torch.zeros_like(low), high, self.site.bits))
         self.ready = True
+        return low, high
 
     def _store(self, scale: Tensor, zero_point: Tensor) -> None:
         self.scale.data.copy_(scale.reshape(self.scale.shape))
@@ -180,6 +183,13 @@ class MinMax(Static):
 
     roles = ("weight",)
 
+    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
+        """A range that follows the weights is set by cutting them, in place: nothing lies beyond it any more."""
+        low, high = super().set_range(values, method, percentile)
+        bound = torch.maximum(-low, high).reshape((-1,) + (1,) * (values.dim() - 1))
+        values.clamp_(-bound, bound)
+        return low, high
+
     def fake_quantize(self, x: Tensor) -> Tensor:
         self._follow(x)
         return super().fake_quantize(x)
@@ -195,15 +205,3 @@ class MinMax(Static):
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
-
-
-_SAMPLE = 1 << 14  # values kept of one observed tensor: enough for a range, small enough to search it fast
-
-
-def _sample(x: Tensor) -> Tensor:
-    """At most _SAMPLE values of x, evenly spaced, always with its smallest and its largest."""
-    flat = x.flatten()
-    if flat.numel() <= _SAMPLE:
-        return flat
-    stride = -(-flat.numel() // _SAMPLE)
-    return torch.cat([flat[::stride], flat.amin()[None], flat.amax()[None]])

@@ -1,5 +1,6 @@
 """Ways to choose the range a quantizer covers, from values it will see. Each: (C, M) values -> (C,) low, (C,) high."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,6 +25,20 @@ def symmetric(bound: Tensor, bits: int) -> Tensor:
     The step is 2 * bound / (2^bits - 1), so that no value inside is further than half a step from its level.
     """
     return (2 * bound / ((1 << bits) - 1)).clamp(min=_SMALLEST_STEP)
+
+
+def sample(x: Tensor, most: int) -> Tensor:
+    """About `most` values of x, evenly spread over every axis, always with its smallest and its largest.
+
+    A stride that shares a factor with an axis would see only some of its channels.
+    """
+    flat = x.flatten()
+    if flat.numel() <= most:
+        return flat
+    stride = -(-flat.numel() // most)
+    while math.gcd(stride, flat.numel()) > 1:
+        stride += 1
+    return torch.cat([flat[::stride], flat.amin()[None], flat.amax()[None]])
 
 
 def minmax(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:

@@ -72,11 +72,15 @@ def quantizers(student: nn.Module) -> dict[str, Quantizer]:
 
 @torch.no_grad()
 def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch: int = 32) -> None:
-    """Set the range of every quantizer: weights from themselves, activations from what these images give in float."""
+    """Set the range of every quantizer: weights from themselves, activations from what these images give in float.
+
+    Weights that have a range keep it: called again, with better images, this sets the activations anew.
+    """
     activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
     for module in student.modules():
-        if isinstance(module, QuantWeightMixin) and isinstance(module.weight_quantizer, Quantizer):
-            module.weight_quantizer.set_range(module.weight, scheme.weight_range, scheme.percentile)
+        quantizer = module.weight_quantizer if isinstance(module, QuantWeightMixin) else None
+        if isinstance(quantizer, Quantizer) and not quantizer.ready:
+            quantizer.set_range(module.weight, scheme.weight_range, scheme.percentile)  # type: ignore[arg-type]
     try:
         for q in activations:
             q.observed = []

@@ -24,6 +24,7 @@ from maskaq.information import information_report
 from maskaq.inspection import inspect_model
 from maskaq.losses.attention import masked_difference
 from maskaq.models import geometry
+from maskaq.quant import ranges
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import frozen, quantizers
@@ -293,7 +294,7 @@ def _sites(student: nn.Module, images: SyntheticSet) -> list[Facts]:
             rows[f"{name}.weight_quantizer"] = _site(module.weight_quantizer, module.weight)
 
     def listener(name: str) -> Any:
-        return lambda module, inputs: rows.update({name: _site(module, _sample(inputs[0]))})
+        return lambda module, inputs: rows.update({name: _site(module, ranges.sample(inputs[0], _VALUES))})
 
     try:
         for name, quantizer in quantizers(student).items():
@@ -305,11 +306,6 @@ def _sites(student: nn.Module, images: SyntheticSet) -> list[Facts]:
         for handle in handles:
             handle.remove()
     return [rows[name] for name in quantizers(student) if name in rows]
-
-
-def _sample(x: Tensor) -> Tensor:
-    flat = x.flatten()
-    return flat[:: -(-flat.numel() // _VALUES)]
 
 
 def _site(quantizer: Quantizer, x: Tensor) -> Facts:

@@ -25,7 +25,8 @@ from maskaq.config import Recipe, load_recipe
 from maskaq.data import TensorImages, image_folder
 from maskaq.errors import MaskaqError
 from maskaq.quant.twin import frozen
-from maskaq.run import QUANTIZED, commit, pick_device
+from maskaq.run import commit, pick_device
+from maskaq.runfolder import QUANTIZED
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -12,7 +12,7 @@ import timm
 import torch
 from torch import nn
 
-from maskaq import pretrained, run
+from maskaq import pretrained, run, runfolder
 from maskaq.config import Recipe, load_recipe
 from maskaq.errors import MaskaqError
 from maskaq.models import expose
@@ -88,7 +88,7 @@ class Ears(Watch):
         self.advances.append((units, metrics))
 
 
-WEIGHTS = f"{run.QUANTIZED}/model.safetensors"
+WEIGHTS = f"{runfolder.QUANTIZED}/model.safetensors"
 
 
 def packed(student: nn.Module) -> dict[str, torch.Tensor]:

@@ -12,21 +12,10 @@ import maskaq
 
 SOURCE = Path(maskaq.__file__).parent
 
+PAGE = (SOURCE.parents[1] / "docs/ARCHITECTURE.md").read_text()
+
 # From the bottom up. A module imports from the rows above its own, and within its own package.
-LAYERS = [
-    {"card", "errors", "randomness", "shapes", "watch", "zoo"},
-    {"config", "kernels", "masks", "information", "leaves", "augment", "losses", "models", "packing", "runfolder"},
-    {"taps", "quant", "data"},
-    {"engine", "deployed"},
-    {"synthesis", "folder", "evaluation", "inspection", "pretrained", "export"},
-    {"calibration", "report"},
-    {"run"},
-    {"results", "bench"},
-    {"console"},
-    {"cli"},
-    {"commands"},
-    {"__init__", "__main__"},
-]
+LAYERS = [row.split() for row in PAGE.partition("## Layers")[2].split("```")[1].strip().splitlines()]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = {path.relative_to(SOURCE).as_posix(): path for path in sorted(SOURCE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
@@ -61,7 +50,15 @@ def imports(tree):
 
 
 def test_every_module_has_its_place_in_the_table():
+    assert len(LAYERS) > 5 and sorted(name for row in LAYERS for name in row) == sorted(RANK)  # none twice
     assert {room(file) for file in FILES} == set(RANK)
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if Path(f).name != "__init__.py" or room(f) in ("models", "engine")])
+def test_every_file_is_named_among_the_rooms(file):
+    rooms = PAGE.partition("## Rooms")[2].partition("\n## ")[0]
+    named = f"`{Path(file).name}`" if "/" in file else f"`{file}`"
+    assert named in rooms or f"`{file}`" in rooms or f"`{room(file)}/`" in rooms
 
 
 @pytest.mark.parametrize("file", FILES)

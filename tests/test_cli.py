@@ -40,7 +40,7 @@ from maskaq.evaluation import EvalResult
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.run import QUANTIZED
+from maskaq.runfolder import QUANTIZED
 
 CLASSES = ("apple", "bread", "cherry", "date")
 MODEL_ARGS = ["--model-arg", *(f"{key}={value}" for key, value in VIT_ARGS.items())]
@@ -344,7 +344,7 @@ def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be()
         ((90.0, 50.0, 40.0), "maskaq is worse still"),
         (
             (90.0, 89.5, 90.1),
-            "costs nothing measurable on 1000 images: 0.5 points of top-1, with a standard error of 1.4",
+            "costs nothing measurable on 1000 images: 0.5 points of top-1, with standard errors of 0.9 and 1.0",
         ),
         ((90.0, 90.2, 90.1), "costs nothing measurable on 1000 images: -0.2 points"),
         ((100.0, 100.0, 100.0), "costs nothing measurable"),
@@ -352,7 +352,7 @@ def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be()
 )
 def test_a_share_is_only_told_of_a_loss_that_can_be_measured(top1, words):
     full, nearest, ours = (EvalResult(top1=value, top5=100.0, n=1000) for value in top1)
-    sentence = draw.won_back({"full precision": full, "round to nearest": nearest, "maskaq": ours})
+    sentence = draw.what_was_won_back({"full precision": full, "round to nearest": nearest, "maskaq": ours})
     assert words in sentence and ("%" in sentence) == ("wins back" in words)
 
 
@@ -690,13 +690,21 @@ def test_a_terminal_that_lacks_letters_still_gets_the_table(files, finished):
     assert done.returncode == 0 and all(row in done.stdout for row in ROWS) and "Traceback" not in done.stderr
 
 
-def test_a_table_is_shown_before_a_folder_that_cannot_be_written_is_named(call, files, finished, monkeypatch):
-    def full(*_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+def test_a_table_is_shown_and_its_json_written_before_a_folder_that_cannot_be_is_named(
+    call, files, finished, tmp_path, monkeypatch
+):
+    rename = os.replace
 
-    monkeypatch.setattr(os, "fsync", full)
-    code, out, err = call("evaluate", finished, "--data", files / "data", "--device", "cpu")
+    def refuse_in_run(source: Path, target: Path) -> None:
+        if finished in Path(target).parents:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_in_run)
+    table = tmp_path / "table.json"
+    code, out, err = call("evaluate", finished, "--data", files / "data", "--device", "cpu", "--json", table)
     assert code == 1 and all(row in out for row in ROWS) and "metrics.json: Read-only file system" in err
+    assert set(json.loads(table.read_text())["accuracy"]) == set(ROWS)
 
 
 def test_a_runs_weights_that_moved_are_given_and_others_are_told(call, files, tmp_path):

@@ -1,7 +1,6 @@
 """maskaq.models.load: names, weights files, what follows from a file, and every way in which it can be wrong."""
 
 import argparse
-import hashlib
 import os
 import re
 import socket
@@ -15,7 +14,7 @@ from torch import nn
 
 from maskaq.errors import CheckpointError, ModelError
 from maskaq.models import load
-from maskaq.models.load import create_timm, describe_source, load_model, read_checkpoint
+from maskaq.models.load import create_timm, load_model, read_checkpoint
 
 SWIN = "swin_tiny_patch4_window7_224"
 SWIN_ARGS = {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "img_size": 32}
@@ -504,15 +503,3 @@ def test_answers(monkeypatch):
     assert not load._answers("https://no-such-host.invalid", seconds=0.5)
     monkeypatch.setattr(load, "getproxies", lambda: {"https": "http://proxy"})
     assert load._answers("https://no-such-host.invalid")
-
-
-# --- the run record ----------------------------------------------------------------------------------------------
-
-
-def test_describe_source(tmp_path):
-    path = saved(vit(), tmp_path / "w.safetensors")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    expected = {"model": "test_vit", "checkpoint": str(path), "sha256": digest}
-    assert describe_source("test_vit", path) == describe_source("test_vit", str(path)) == expected
-    assert describe_source("test_vit", None) == {"model": "test_vit", "checkpoint": None, "sha256": None}
-    assert "no such file" in message(describe_source, "test_vit", tmp_path / "no.pth")

@@ -870,3 +870,15 @@ def test_a_second_term_of_the_same_name_is_refused(registries):
         synthesis_term(needs=("student",))(class_prior)
     assert SYNTHESIS_TERMS["class_prior"] is before
     calibration_term(class_prior)  # the two stages have names of their own
+
+
+@pytest.mark.parametrize("name", ["loss", "lr", "step", "seconds", "round", "epoch"])
+def test_a_term_cannot_take_the_name_of_what_is_recorded_beside_it(registries, name):
+    def term(v: SynthesisView) -> Tensor:
+        return v.logits.sum(dim=1)
+
+    term.__name__ = name
+    for register, terms in ((synthesis_term, SYNTHESIS_TERMS), (calibration_term, CALIBRATION_TERMS)):
+        with pytest.raises(ValueError, match=f"'{name}' .* choose another name"):
+            register(term)
+        assert name not in terms

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,16 @@ from maskaq.losses import attention, image, targets
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView
 from maskaq.models import data_config, expose, geometry
 from maskaq.randomness import image_keys
-from maskaq.run import QUANTIZED, quantize
+from maskaq.run import quantize
+from maskaq.runfolder import QUANTIZED
 from maskaq.shapes import Layer
 from maskaq.synthesis import Synthesizer, synthesize
 
 PACKED = f"{QUANTIZED}/model.safetensors"
 
+CPU = torch.device("cpu")
 PEERS = ("mimiq", "psaq-vit", "sardfq", "noise")
+PADDED = partial(tiny_swin, img_size=40, window_size=4)  # windows reach over the edge of its images
 BUILDS = (tiny_vit, tiny_swin)
 
 
@@ -209,17 +213,24 @@ def test_mixtures_have_one_to_five_components_and_differ_between_heads_and_image
     count = (targets.uniform(targets.fold(keys_of(300), "components"), 4) * 5).floor() + 1
     assert sorted(count.unique().tolist()) == [1, 2, 3, 4, 5]
     layer = Layer("a", "b", grid=(6, 6))
-    got = targets.mixtures(keys_of(3), 2, layer.window_positions(torch.device("cpu"))).flatten(0, 2)
+    got = targets.mixtures(keys_of(3), 2, layer.window_positions(36, CPU)).flatten(0, 2)
     assert len({tuple(x.tolist()) for x in got}) == 6 and (got > 0).all()
 
 
 def test_positions_of_shifted_windows_are_those_of_their_raster_patches():
     raster = torch.tensor([6, 0, 1, 4, 7, 2, 3, 5])  # any order will do
     layer = Layer("a", "b", grid=(2, 4), windows=2, raster=raster)
-    got = layer.window_positions(torch.device("cpu")).flatten(0, 1)
-    plain = Layer("a", "b", grid=(2, 4)).window_positions(torch.device("cpu"))[0]
+    got = layer.window_positions(4, CPU).flatten(0, 1)
+    plain = Layer("a", "b", grid=(2, 4)).window_positions(8, CPU)[0]
     assert plain[0].tolist() == [0.25, 0.125] and plain[7].tolist() == [0.75, 0.875]
     assert torch.equal(got[raster], plain)
+
+
+def test_what_lies_beyond_the_edge_of_an_image_gets_only_a_trace_of_a_mixture():
+    layer = Layer("a", "b", grid=(2, 3), windows=2, raster=torch.tensor([0, 1, 4, 2, 3, 6]))  # 5 and 7 are padding
+    got = targets.mixtures(keys_of(3), 2, layer.window_positions(4, CPU)).transpose(1, 2).flatten(2)  # (B, H, W*Q)
+    torch.testing.assert_close(got[..., [5, 7]], torch.full((3, 2, 2), 1e-6))
+    assert (got[..., layer.raster] > 1e-6).any()
 
 
 def test_a_soft_label_has_five_to_ten_at_its_classes_before_the_softmax():
@@ -292,7 +303,7 @@ def view(build=tiny_vit, *overrides: str) -> SynthesisView:
     return found
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [*BUILDS, PADDED])
 def test_each_term_equals_the_sum_of_its_layers_in_a_real_model(build):
     v = view(build)
     heads = [layer.window_patches(raw) for layer, raw in zip(v.layers, v.heads, strict=True)]
@@ -306,7 +317,7 @@ def test_each_term_equals_the_sum_of_its_layers_in_a_real_model(build):
         layer = v.layers[number - 1]
         received = layer.window_patches(v.received[number - 1])
         prior = targets.mixtures(
-            targets.fold(keys, number), received.shape[2], layer.window_positions(torch.device("cpu"))
+            targets.fold(keys, number), received.shape[2], layer.window_positions(received.shape[3], CPU)
         )
         for b in range(3):
             total[b] += number / depth * loop_prior_difference(received[b].tolist(), prior[b].tolist())
@@ -430,12 +441,13 @@ def test_every_ablation_is_a_list_of_settings_that_runs_and_changes_the_model(tm
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [*BUILDS, PADDED])
 @pytest.mark.parametrize("name", PEERS)
 def test_every_peer_runs_end_to_end(tmp_path, name, build):
     result = quantize(build(), peer(name), tmp_path / "run")
     assert len(result.images) == 8 and (tmp_path / "run" / PACKED).exists()
     assert json.loads((tmp_path / "run/run.json").read_text())["facts"]["data_free"] is True
+    assert "- data-free" in (tmp_path / "run" / QUANTIZED / "README.md").read_text()
     assert all(x.isfinite().all() for x in tensors(tmp_path / "run" / PACKED).values() if x.is_floating_point())
 
 
@@ -514,6 +526,8 @@ def test_real_images_calibrate_a_model_and_the_run_says_it_is_not_data_free(tmp_
     assert len(set(found)) == 8  # each is one file, in timm's transform, and none is taken twice
     saved = json.loads((tmp_path / "run/run.json").read_text())
     assert saved["facts"]["data_free"] is False
+    card = (tmp_path / "run" / QUANTIZED / "README.md").read_text()
+    assert "NOT data-free" in card and "- data-free" not in card
     assert saved["identity"]["recipe"]["synthesis"]["folder"] == str(photos.resolve())
 
 

@@ -18,14 +18,13 @@ from PIL import Image
 from maskaq import cli, results, run, runfolder, zoo
 from maskaq.data import to_pixels
 from maskaq.errors import DependencyError, RunFolderError
-from maskaq.evaluation import EvalResult
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
 from maskaq.masks import kept_size, mask_size
 from maskaq.models import geometry
 from maskaq.quant.quantizers import Site, Static
 from maskaq.quant.twin import quantizers
 from maskaq.report import collect
 from maskaq.report.record import Record, differences
-from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.taps import taps
@@ -163,7 +162,7 @@ def test_a_run_is_finished_even_where_nothing_could_be_collected(tmp_path, monke
 
     hook(monkeypatch.setattr, "maskaq.report.collect:collect", 1, fail)
     done = quantize(tiny_vit(), small_recipe(), tmp_path / "run")
-    assert (done.folder / run.QUANTIZED).exists() and not (done.folder / collect.FACTS_FILE).exists()
+    assert (done.folder / runfolder.QUANTIZED).exists() and not (done.folder / collect.FACTS_FILE).exists()
     quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert (done.folder / collect.FACTS_FILE).exists()  # the same call again made up for it
 
@@ -464,7 +463,7 @@ def test_events_and_figures_that_are_not_whole_are_left_out(own):
 
 def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(finished):
     record = Record(RunFolder.read(finished), collect.read(RunFolder.read(finished)))
-    first = [collect.first_images(record.run, record.recipe, round, 1) for round in range(2)]
+    first = [collect.first_images(record.run, round, 1) for round in range(2)]
     for round, steps in enumerate([[0, 1, 2, 3], [0, 1, 2]]):
         strip = record.strips[round]
         assert (strip.number, strip.steps) == (0, steps)
@@ -487,7 +486,13 @@ def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
     quantize(tiny_vit(), recipe, tmp_path / "run")
     record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))
     assert record.strips[0].number == 4  # 0 was lost twice; 4 was made again, and it is that way which is shown
-    images = collect.first_images(record.run, recipe, 0, 8)
+    assert collect.first_images(record.run, 0, 4).indices.tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]  # as a run takes them: from all images
+    images = collect.first_images(record.run, 0, 8)
     assert torch.equal(record.strips[0].images[-1], images.images[images.indices == 4][0])
 
 

@@ -58,8 +58,8 @@ from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
 from maskaq.pretrained import from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import QUANTIZED, pick_device, quantize, range_images, weights_digest
-from maskaq.runfolder import RunFolder
+from maskaq.run import pick_device, quantize, range_images, weights_digest
+from maskaq.runfolder import QUANTIZED, RunFolder
 from maskaq.synthesis import Synthesizer
 
 quantize = partial(quantize, device="cpu")

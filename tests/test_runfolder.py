@@ -95,6 +95,21 @@ def test_a_kill_before_the_rename_leaves_the_old_content_and_the_next_open_clean
         assert not any(name.endswith(".tmp") for name in names(run.root))
 
 
+@pytest.mark.skipif(os.name != "posix", reason="asks the system whether a process lives")
+def test_what_another_living_process_is_writing_stays_when_the_run_is_opened_again(tmp_path):
+    with reopen(tmp_path / "run") as run:
+        root = run.root
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    living = [root / f".model.{sleeper.pid}.unproven.onnx", root / f".report.html.{sleeper.pid}.tmp"]
+    for file in living:
+        file.touch()
+    with reopen(root):
+        assert all(file.exists() for file in living)
+    sleeper.communicate(b"\n")
+    with reopen(root):
+        assert not any(file.exists() for file in living)
+
+
 def test_disk_full_says_how_much_is_needed_and_that_the_run_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", raises_os_error(errno.ENOSPC))
     with pytest.raises(RunFolderError, match=r"disk full: 3 bytes needed for .*a.bin; free space .* continues where"):

@@ -15,6 +15,10 @@ def _name(config: dict[str, Any]) -> str:
     return str((config["timm"] or {}).get("name") or config["architectures"][0])
 
 
+def _is_data_free(config: dict[str, Any]) -> bool:
+    return config["made"].get("data_free") is not False  # a model that no run made has no images at all
+
+
 def bits_of(config: dict[str, Any]) -> str:
     """wXaY: the widths of most of its layers."""
     scheme = config["quantization_config"]
@@ -23,7 +27,8 @@ def bits_of(config: dict[str, Any]) -> str:
 
 def _front_matter(config: dict[str, Any]) -> str:
     lines = ["library_name: timm", "pipeline_tag: image-classification"]
-    lines += ["tags:", *(f"- {tag}" for tag in ("image-classification", "timm", "quantization", "data-free", "maskaq"))]
+    tags = ["image-classification", "timm", "quantization", "maskaq", *(["data-free"] if _is_data_free(config) else [])]
+    lines += ["tags:", *(f"- {tag}" for tag in tags)]
     name = _name(config)
     if "." in name:  # with its tag it is the name of one set of weights, which the hub has
         lines += [f"base_model: timm/{name}", "base_model_relation: quantized"]
@@ -35,11 +40,12 @@ def _front_matter(config: dict[str, Any]) -> str:
 def _what(config: dict[str, Any]) -> str:
     weights, (channels, height, width) = config["weights"], config["input_size"]
     before, after = weights["float32_bytes"], weights["bytes"]
+    how = "without an image of its training data" if _is_data_free(config) else "on REAL images: it is NOT data-free"
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
     return f"""# {_name(config)}, {bits_of(config)}
 
 A {config["architectures"][0]} for images of {height} x {width} with {channels} channels and {config["num_labels"]}
-classes, quantized by maskaq without an image of its training data.
+classes, quantized by maskaq {how}.
 `model.safetensors` has {after / 1e6:.2f} MB, {smaller}.
 """
 

@@ -140,7 +140,10 @@ def _parser() -> argparse.ArgumentParser:
     _device_option(sub)
     _data_options(sub, required=False)
 
-    sub = command("evaluate", "accuracy of a run (full precision, round to nearest, maskaq), a saved model or a model")
+    sub = command(
+        "evaluate",
+        "accuracy of a run (full precision, round to nearest, searched ranges, maskaq), a saved model or a model",
+    )
     sub.add_argument(
         "model", metavar="RUN_OR_MODEL", help="a run folder, a saved model's folder, or a model as in `quantize`"
     )

@@ -38,7 +38,7 @@ from maskaq.errors import (
     RunFolderError,
     unknown,
 )
-from maskaq.evaluation import EvalResult
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, EvalResult
 from maskaq.evaluation import evaluate as evaluate_model
 from maskaq.export import SUFFIXES, check_target
 from maskaq.export import export as write_export
@@ -123,9 +123,9 @@ def _run(
     if table:
         title = f"{args.model} {recipe.quantization.bits} on {args.data}{_caveat(recipe)}"
         console.print(draw.accuracy_table(table, title))
-        console.print(draw.won_back(table))
+        console.print(draw.what_was_won_back(table))
         results.write_metrics(args.out, table, args.data)
-    console.print(f"quantized model: {args.out}/{run.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
+    console.print(f"quantized model: {args.out}/{runfolder.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
     _write_report(args.out, console, device)
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
@@ -157,15 +157,15 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
             model = _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
             loader = batches(model)
             watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
-            row = results.CALIBRATED if is_saved else results.FULL_PRECISION
+            row = CALIBRATED if is_saved else FULL_PRECISION
             table = {row: evaluate_model(model.to(device), loader, watch)}
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}{caveat}"))
+    if args.json:
+        runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
     if is_run:
         results.write_metrics(args.model, table, args.data)
         if (path / results.PAGE_FILE).exists():  # it shows other figures
             _write_report(args.model, console, device)
-    if args.json:
-        runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
 
 
 def export(args: argparse.Namespace, console: Console) -> None:

@@ -20,8 +20,7 @@ from torch import nn
 
 from maskaq.bench import Timing
 from maskaq.config import Recipe
-from maskaq.evaluation import EvalResult
-from maskaq.results import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, won_back
 from maskaq.shapes import Geometry
 from maskaq.watch import Watch
 
@@ -172,22 +171,24 @@ def accuracy_table(rows: dict[str, EvalResult | str], title: str) -> Table:
     return table
 
 
-def won_back(rows: dict[str, EvalResult | str]) -> str:
+def what_was_won_back(rows: dict[str, EvalResult | str]) -> str:
     """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
     full, nearest, ours = rows[FULL_PRECISION], rows[NEAREST], rows[CALIBRATED]
     if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str):
         return ""
-    lost, noise = full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
-    if lost <= noise:  # a share of nothing would be a random number
+    lost, share = full.top1 - nearest.top1, won_back(full, nearest, ours)
+    if share is None:
         return (
             f"round to nearest costs nothing measurable on {full.n} images: {lost:.1f} points of top-1, "
-            f"with a standard error of {noise:.1f}"
+            f"with standard errors of {full.standard_error:.1f} and {nearest.standard_error:.1f}"
         )
-    share = 100 * (ours.top1 - nearest.top1) / lost
-    outcome = f"maskaq wins back {share:.0f} % of them" if share >= 0 else "maskaq is worse still: calibrate for longer"
-    start = rows.get(SEARCHED)
-    if share >= 0 and isinstance(start, EvalResult):
-        outcome += f", its start by searched ranges alone {100 * (start.top1 - nearest.top1) / lost:.0f} %"
+    if share < 0:
+        outcome = "maskaq is worse still: calibrate for longer"
+    else:
+        start = rows.get(SEARCHED)
+        outcome = f"maskaq wins back {100 * share:.0f} % of them"
+        if isinstance(start, EvalResult):
+            outcome += f", its start by searched ranges alone {100 * (start.top1 - nearest.top1) / lost:.0f} %"
     return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"
 
 

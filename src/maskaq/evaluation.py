@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 
 from maskaq.errors import DataError
-from maskaq.quant.twin import frozen, quantizers
+from maskaq.quant.twin import frozen
 from maskaq.watch import Watch
 
 
@@ -30,6 +29,19 @@ class EvalResult:
         return asdict(self) | {"standard_error": self.standard_error}
 
 
+FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
+"""What is compared with each other."""
+
+
+def won_back(full: EvalResult, nearest: EvalResult, ours: EvalResult) -> float | None:
+    """Share of the top-1 that rounding to nearest loses and `ours` has again.
+
+    None where nothing measurable is lost: a share of nothing would be a random number.
+    """
+    lost, noise = full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
+    return (ours.top1 - nearest.top1) / lost if lost > noise else None
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: Watch | None = None) -> EvalResult:
     """Accuracy of a model, full precision or quantized, over batches of (images, labels)."""
@@ -39,7 +51,7 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: 
     was_training = model.training
     model.eval()
     try:
-        with frozen(model) if quantizers(model) else nullcontext():
+        with frozen(model):
             for images, labels in batches:
                 logits, labels = model(images.to(weight.device, weight.dtype)), labels.to(weight.device)
                 if not torch.isfinite(logits).all():

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
 import maskaq
@@ -33,7 +32,7 @@ from maskaq.deployed import (
     deploy,
 )
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
-from maskaq.models import Matmul, data_config, expose, geometry
+from maskaq.models import Matmul, class_names, data_config, expose, geometry
 from maskaq.models.load import architecture_of_state, load_shape, rebuild
 from maskaq.packing import WIDTHS, pack, packed_bytes, unpack
 
@@ -234,7 +233,7 @@ def _commonest(bits: Any) -> int | None:
 def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
     """id2label and label2id, where the class names are known."""
     classes = geometry(model).classes
-    names = list(labels) if labels is not None else _known_labels(model, classes)
+    names = list(labels) if labels is not None else class_names(model)
     if names is None:
         return {}
     if len(names) != classes:
@@ -243,16 +242,6 @@ def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
     if len(set(names)) == classes:  # ImageNet has two classes called crane
         found["label2id"] = {str(name): i for i, name in enumerate(names)}
     return found
-
-
-def _known_labels(model: nn.Module, classes: int) -> list[str] | None:
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    if record.get("label_names"):
-        return list(record["label_names"])
-    if classes == 1000 and "in1k" in str(record.get("tag")):  # timm's tags name the data of the last training
-        imagenet = ImageNetInfo("imagenet-1k")
-        return [imagenet.index_to_description(i) for i in range(classes)]
-    return None
 
 
 def _plain_json(value: Any, what: str) -> Any:

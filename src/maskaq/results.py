@@ -1,4 +1,4 @@
-"""Open a run again: the teacher, round-to-nearest and the calibrated student, and the accuracy of all three."""
+"""Open a run again: the teacher, the student before and after calibration, and the accuracy of each."""
 
 import shlex
 from collections.abc import Callable, Iterable
@@ -14,19 +14,18 @@ from maskaq import runfolder
 from maskaq.config import Quantization, Recipe, recipe_from_dict
 from maskaq.data import SyntheticSet
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError
-from maskaq.evaluation import EvalResult, evaluate
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
 from maskaq.pretrained import add_metrics, from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import Record
-from maskaq.run import QUANTIZED, own_torch_modes, pick_device, range_images, saved_state, weights_digest
-from maskaq.runfolder import RunFolder
+from maskaq.run import own_torch_modes, pick_device, range_images, saved_state, weights_digest
+from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
 from maskaq.watch import Watch
 
 PAGE_FILE = "report.html"
-FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
 
 Batches = Callable[[nn.Module], Iterable[tuple[Tensor, Tensor]]]
 
@@ -68,11 +67,10 @@ class OpenedRun:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher, run = self.teacher(), RunFolder.read(self.folder)
         student = quantized_twin(teacher, scheme)
-        shards = range(-(-self.recipe.quantization.range_images // self.recipe.synthesis.batch))
-        images = [SyntheticSet(**run.load_shard(0, shard)) for shard in shards if run.has_shard(0, shard)]
-        if not images:
+        images = collect.first_images(run, 0, self.recipe.quantization.range_images)
+        if images is None:
             raise RunFolderError(f"{self.folder} has no images of its first round any more, which set the ranges")
-        init_ranges_(student, range_images(teacher, SyntheticSet.concatenate(images), self.recipe), scheme)
+        init_ranges_(student, range_images(teacher, images, self.recipe), scheme)
         return student
 
     @own_torch_modes()
@@ -166,7 +164,7 @@ def compare(
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
     """metrics.json of a run folder, and its model's card: what `compare` found, and on which images."""
     found = metrics(table, data)
-    runfolder.write_json_atomic(Path(folder) / "metrics.json", found)
+    runfolder.write_json_atomic(Path(folder) / METRICS_FILE, found)
     add_metrics(Path(folder) / QUANTIZED, found)
 
 

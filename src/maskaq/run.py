@@ -28,11 +28,10 @@ from maskaq.models import expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import STRIP_FILE
-from maskaq.runfolder import RunFolder
+from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
-QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 ImageSource = Synthesizer | FolderImages
 
@@ -218,7 +217,7 @@ def _keep_strip(run: RunFolder, source: ImageSource, round: int, first: bool) ->
 
 
 def _before(run: RunFolder, source: ImageSource, round: int, shard: int) -> SyntheticSet | None:
-    """What a warm refresh of a shard starts from; None is noise."""
+    """What a warm refresh of a shard starts from; None: it is made anew."""
     if round == 0 or source.recipe.refresh.start == "cold":
         return None
     if not run.has_shard(round - 1, shard):  # it was damaged and deleted; the student it was made against is gone
@@ -239,8 +238,8 @@ def _save_model(run: RunFolder, student: nn.Module, source: dict[str, Any] | Non
     architecture = pretrained.find_architecture(deployed, named)  # a model of the user's own may have none
     made = {**run.identity, "command": (source or {}).get("command"), **run.facts}
     made.pop("source", None)  # it has paths of this machine
-    if run.path("metrics.json").exists():  # measured before the folder was lost
-        made["metrics"] = pretrained.metrics_to_show(run.read_json("metrics.json"))
+    if run.path(METRICS_FILE).exists():  # measured before the folder was lost
+        made["metrics"] = pretrained.metrics_to_show(run.read_json(METRICS_FILE))
     pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
 
 
@@ -249,7 +248,7 @@ def _collect_report(
 ) -> None:
     """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
     try:
-        first = collect.first_images(run, recipe, 0, recipe.quantization.range_images)
+        first = collect.first_images(run, 0, recipe.quantization.range_images)
         if run.path(collect.FACTS_FILE).exists() or first is None:
             return
         watch.note("measuring every layer for the report")

@@ -37,6 +37,9 @@ _ANEW = "delete it and run the same command again: it is made anew"
 _ZEROS = b"0" * 64
 # Inside a JSON string the quotes would be escaped, so in a header this matches our metadata entry and nothing else.
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
+QUANTIZED = "quantized"
+METRICS_FILE = "metrics.json"
+
 # What a run killed before its run.json was in place may have left behind.
 _UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -360,6 +363,20 @@ def _check_ours(root: Path) -> None:
         raise RunFolderError(f"{root} exists and is not a run folder: choose another --out")
 
 
+def _is_being_written(temp: Path) -> bool:
+    """Whether the process in a temporary file's name lives: an export or a report, which need no lock."""
+    pid = re.search(r"\.(\d+)\.(?:aside\.)?(?:tmp|unproven)", temp.name)
+    if pid is None or int(pid[1]) == os.getpid() or os.name != "posix":
+        return False  # we write none yet; and on other systems one cannot ask without harm
+    try:
+        os.kill(int(pid[1]), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True  # somebody else's
+    return True
+
+
 def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
     path = root / "run.json"
@@ -370,7 +387,8 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
         (root / ".lock.pid").write_text(str(os.getpid()))
     with _explained(root):
         for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
-            shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
+            if not _is_being_written(temp):
+                shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
         events = root / "events.jsonl"
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
             os.truncate(events, data.rfind(b"\n") + 1)

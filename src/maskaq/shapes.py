@@ -30,7 +30,10 @@ class Layer:
     """(N,) position of each raster patch among the W*Q window tokens; None where they are in raster order already."""
 
     def maps(self, attention: Tensor) -> Tensor:
-        """(B*W, H, T, T) -> (B, W, H, Q, K), patches only. Rows may be longer than T: the rest is padding."""
+        """(B*W, H, T, T) -> (B, W, H, Q, K) without prefix tokens. Rows may be longer than T: the rest is padding.
+
+        Where windows reach over the image's edge, the tokens there are patches like others, as they are to the model.
+        """
         p, tokens = self.prefix_tokens, attention.shape[2]
         return attention.unflatten(0, (-1, self.windows))[..., p:, p:tokens]
 
@@ -53,12 +56,15 @@ class Layer:
         """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""
         return tokens[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))
 
-    def window_positions(self, device: torch.device) -> Tensor:
-        """(W, Q, 2): row and column of each patch's centre on the image, in [0, 1], left in its window."""
+    def window_positions(self, tokens: int, device: torch.device) -> Tensor:
+        """(W, Q, 2): row and column of each patch's centre on the image, in [0, 1], left in its window of Q tokens.
+
+        What a window has beyond the image's edge is far away from everything on it.
+        """
         rows, columns = ((torch.arange(n, device=device) + 0.5) / n for n in self.grid)
         centres = torch.cartesian_prod(rows, columns)  # (N, 2), in raster order
         if self.raster is not None:
-            centres = torch.zeros_like(centres).index_copy(0, self.raster, centres)
+            centres = centres.new_full((self.windows * tokens, 2), 100.0).index_copy(0, self.raster, centres)
         return centres.unflatten(0, (self.windows, -1))
 
     def _to_raster(self, tokens: Tensor, dim: int = 1) -> Tensor:

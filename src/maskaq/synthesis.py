@@ -68,7 +68,7 @@ class Synthesizer:
         self._shelf: dict[nn.Module, Tensor] = {}
 
     def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
-        """Images of the given numbers. From noise, or from `start`, the same images of the round before.
+        """Images of the given numbers, made anew, or from `start`, the same images of the round before.
 
         Images that end in NaN or Inf are made once more from other randomness; those lost again are left out.
         """
@@ -120,7 +120,7 @@ class Synthesizer:
         count = min(self.config.images, self.images_at_once())
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
-        seconds, steps = 0.0, 5 if self.engine.captures else 3
+        seconds, steps = 0.0, min(5 if self.engine.captures else 3, self.recipe.most_steps)
         for _ in range(2):  # the first time pays for the set-up
             began = time.monotonic()
             self.trial(count, steps)
@@ -129,7 +129,6 @@ class Synthesizer:
 
     def trial(self, count: int, steps: int) -> None:
         """Some steps of some images that nobody wants, to time them or to see what memory they take."""
-        steps = min(steps, self.recipe.most_steps)
         watch, self.watch = self.watch, Watch()
         try:
             indices = torch.arange(count, device=self.device)
@@ -167,7 +166,7 @@ class Synthesizer:
         if steps:
             labels = balanced_labels(indices, self.geometry.classes)
             images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
-        else:  # nothing to optimise: noise, or the images of the round before, are the images
+        else:  # nothing to optimise: what they start from are the images
             self.curves = []
             self.watch.advance(len(images))
         points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from timm.data import resolve_model_data_config
 from torch import nn
 
 import maskaq
 from maskaq.deployed import CodedWeight, FixedGrid
 from maskaq.errors import ExportError
-from maskaq.models import geometry
+from maskaq.models import data_config, geometry
 
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
@@ -22,7 +21,7 @@ REMEDY = "copy it again, or write it anew with `maskaq export`"
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Version, bits, and how images are made ready."""
-    facts, config = geometry(model), resolve_model_data_config(model)
+    facts, config = geometry(model), data_config(model)
     return {
         "version": maskaq.__version__,
         "weight_bits": sorted({m.bits for m in model.modules() if isinstance(m, CodedWeight)}),

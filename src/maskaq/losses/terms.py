@@ -103,6 +103,9 @@ class TermSpec:
         return (self.function.__doc__ or "").strip().split("\n")[0]
 
 
+_RESERVED = {"loss", "lr", "step", "stage", "round", "shard", "epoch", "seconds", "lost", "curves", "time"}
+"""What stands beside the terms in a line of events.jsonl or of a curve."""
+
 SYNTHESIS_TERMS: dict[str, TermSpec] = {}
 CALIBRATION_TERMS: dict[str, TermSpec] = {}
 
@@ -110,8 +113,8 @@ CALIBRATION_TERMS: dict[str, TermSpec] = {}
 def _register(terms: dict[str, TermSpec], function: Term | None, needs: tuple[str, ...]) -> Any:
     def add(function: Term) -> Term:
         name = function.__name__
-        if name in terms:
-            raise ValueError(f"term {name!r} exists already")
+        if name in terms or name in _RESERVED:
+            raise ValueError(f"term {name!r} exists already, or is a word of a run's records: choose another name")
         terms[name] = TermSpec(name, function, needs)
         return function
 
@@ -190,7 +193,7 @@ def attention_alignment(v: SynthesisView) -> Tensor:
     return torch.stack([attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]).sum(dim=0)
 
 
-# ---- terms of other methods (docs/METHOD.md, Sec. 5)
+# ---- terms of other methods (docs/METHOD.md, Sec. 6)
 
 
 @synthesis_term(needs=("heads",))
@@ -217,7 +220,7 @@ def attention_prior(v: SynthesisView) -> Tensor:
     for number, (layer, raw) in enumerate(zip(v.layers, v.received, strict=True), start=1):
         if 2 * number >= depth:
             received = layer.window_patches(raw).to(v.images.dtype)  # (B, W, H, Q)
-            positions = layer.window_positions(raw.device)
+            positions = layer.window_positions(received.shape[3], raw.device)
             prior = v.run(targets.mixtures, fold(keys, number), received.shape[2], positions)
             losses.append(number / depth * v.run(attention.prior_difference, received, prior))
     return torch.stack(losses).sum(dim=0)

@@ -7,7 +7,7 @@ says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` 
 import copy
 from typing import Any
 
-from timm.data import resolve_model_data_config
+from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.layers import DropPath
 from timm.models import get_pretrained_cfg, list_models
 from torch import nn
@@ -19,7 +19,16 @@ from maskaq.shapes import Geometry
 
 FAMILIES = (vit, swin)
 
-__all__ = ["AttentionProducts", "Matmul", "data_config", "expose", "geometry", "has_classifier", "supported_names"]
+__all__ = [
+    "AttentionProducts",
+    "Matmul",
+    "class_names",
+    "data_config",
+    "expose",
+    "geometry",
+    "has_classifier",
+    "supported_names",
+]
 
 # timm's files of the families; models of the same names in other files are hybrids, relative positions, EVA.
 _MODULES = ("vision_transformer", "deit", "swin_transformer")
@@ -134,3 +143,13 @@ def _refuse_unknown_layers(model: nn.Module) -> None:
                 f"layer {name!r} ({type(module).__name__}) cannot be quantized. {_supported()}, built of plain Linear, "
                 "Conv2d, attention, LayerNorm and LayerScale layers"
             )
+
+
+def class_names(model: nn.Module) -> list[str] | None:
+    """Names of the classes, where known: the model's own, or ImageNet's where timm's tag says so."""
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    classes, names = geometry(model).classes, record.get("label_names")
+    if not names and classes == 1000 and "in1k" in str(record.get("tag")):  # the data of the last training
+        imagenet = ImageNetInfo("imagenet-1k")
+        names = [imagenet.index_to_description(i) for i in range(classes)]
+    return [str(name) for name in names] if names and len(names) == classes else None

@@ -4,7 +4,6 @@ Weights are taken whole or not at all: what the file and the model do not share 
 filled in with random numbers. Pickled files are read with ``weights_only=True`` and never in any other way.
 """
 
-import hashlib
 import re
 import socket
 import threading
@@ -101,24 +100,6 @@ def architecture_of_state(
         return {"name": name, "args": {}}
     shape = _inferred(load_shape(name, dict(model_args or {})), dict(state))
     return {"name": name, "args": {**shape, **(model_args or {})}}
-
-
-def describe_source(name: str, checkpoint: str | Path | None) -> dict[str, str | None]:
-    """Where the weights came from, for the run record: model name, path and SHA-256 of the file (None without)."""
-    if checkpoint is None:
-        return {"model": name, "checkpoint": None, "sha256": None}
-    path = Path(checkpoint)
-    _check_file(path)
-    return {"model": name, "checkpoint": str(path), "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _one_line(error: BaseException) -> str:

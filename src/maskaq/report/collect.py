@@ -6,13 +6,12 @@ Collected once, when a run has ended and its models are at hand: the page can be
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import ImageNetInfo
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +22,7 @@ from maskaq.errors import RunFolderError
 from maskaq.information import information_report
 from maskaq.inspection import inspect_model
 from maskaq.losses.attention import masked_difference
-from maskaq.models import geometry
+from maskaq.models import class_names, geometry
 from maskaq.quant import ranges
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
@@ -92,7 +91,7 @@ def collect(
     if teacher is not None and searched is not None and student is not None:
         models = {"teacher": teacher, "searched": searched, "student": student}
         seen = {name: _look(model, images[:SAMPLED]) for name, model in models.items()}
-        _add_predictions(facts["images"], seen, _class_names(teacher))
+        _add_predictions(facts["images"], seen, class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
         facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES])
         facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
@@ -117,19 +116,20 @@ def read(run: RunFolder) -> Collected | None:
     return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
 
 
-def first_images(run: RunFolder, recipe: Recipe, round: int, count: int) -> SyntheticSet | None:
+def first_images(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
     """The images of a round with the smallest numbers, from as few shards as hold them; None where there are none."""
-    shards = [shard for shard in range(-(-count // recipe.synthesis.batch)) if run.has_shard(round, shard)]
-    if not shards:
-        return None
-    return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(round, shard)) for shard in shards)[:count]
+    found: list[SyntheticSet] = []
+    for shard in run.shards(round):
+        if sum(map(len, found)) < count:
+            found.append(SyntheticSet(**run.load_shard(round, shard)))
+    return SyntheticSet.concatenate(found)[:count] if found else None
 
 
 def images_of_rounds(run: RunFolder, recipe: Recipe) -> dict[int, SyntheticSet]:
     """Round -> its first images: many of the latest, which everything is measured on, few of those before."""
     there = [round for round in range(len(recipe.rounds)) if run.shards(round)]
     counts = {round: SAMPLED if round == there[-1] else CHOSEN for round in there}
-    found = {round: first_images(run, recipe, round, count) for round, count in counts.items()}
+    found = {round: first_images(run, round, count) for round, count in counts.items()}
     return {round: images for round, images in found.items() if images is not None and len(images)}
 
 
@@ -189,7 +189,7 @@ def _look(model: nn.Module, images: SyntheticSet) -> Seen:
     facts = geometry(model).to(device)
     probs: list[Tensor] = []
     received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
-    with _held(model), taps(model, "scores_received", "probs_received") as seen:
+    with frozen(model), taps(model, "scores_received", "probs_received") as seen:
         for part in images.images.split(_BATCH):
             logits = model(facts.normalise(to_pixels(part.to(device))))
             probs.append(logits.float().softmax(dim=1).cpu())
@@ -197,11 +197,6 @@ def _look(model: nn.Module, images: SyntheticSet) -> Seen:
                 batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
     return Seen(torch.cat(probs), joined)
-
-
-def _held(model: nn.Module) -> Any:
-    """A student's weights quantized once."""
-    return frozen(model) if quantizers(model) else nullcontext()
 
 
 def _model(teacher: nn.Module) -> Facts:
@@ -212,16 +207,6 @@ def _model(teacher: nn.Module) -> Facts:
         "image_size": list(facts.image_size),
         "classes": facts.classes,
     }
-
-
-def _class_names(teacher: nn.Module) -> list[str]:
-    """Names of the classes where they are known: the model's own, or ImageNet's for a model of 1,000 classes."""
-    known = getattr(teacher, "pretrained_cfg", None) or {}
-    names, classes = known.get("label_names"), geometry(teacher).classes
-    if not names and classes == 1000:
-        info = ImageNetInfo()
-        names = [info.index_to_description(i) for i in range(classes)]
-    return [str(name) for name in names] if names and len(names) == classes else []
 
 
 def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], names: list[str]) -> None:
@@ -300,7 +285,7 @@ def _sites(student: nn.Module, images: SyntheticSet) -> list[Facts]:
         for name, quantizer in quantizers(student).items():
             if quantizer.site.role == "activation":
                 handles.append(quantizer.register_forward_pre_hook(listener(name)))
-        with _held(student):
+        with frozen(student):
             student(geometry(student).to(device).normalise(to_pixels(images.images.to(device))))
     finally:
         for handle in handles:

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 import maskaq
 from maskaq.errors import DependencyError
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult, won_back
 from maskaq.report import record as records_of
 from maskaq.report.collect import SMALL_SIDE, finite, spread, thumbnails
 from maskaq.report.record import Record
@@ -28,7 +28,6 @@ except ImportError as error:
 
 _STRIPS = 4  # strips of at most so many rounds: they are many frames
 _LOSSLESS_SIDE = 64  # px: smaller images are shown enlarged, pixel by pixel
-FULL_PRECISION, NEAREST, CALIBRATED = "full precision", "round to nearest", "maskaq"
 
 
 def html(records: Sequence[Record]) -> str:
@@ -75,7 +74,7 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
         "differences": records_of.differences(records),
         "curves": charts.curves(records) if pictures else {},
         "distances": charts.distances(records) if pictures else [],
-        "won_back": [won_back(record) for record in records],
+        "won_back": [_won_back(record) for record in records],
         "worst": [worst(record) for record in records],
         "sensitive": [sensitive(record) for record in records],
         "leads": [lead(record) for record in records],
@@ -108,14 +107,12 @@ def lead(record: Record) -> str:
     }[record.kind]
 
 
-def won_back(record: Record) -> float | None:
-    """Share of the top-1 that rounding to nearest loses and calibration has won back; None for a share of nothing."""
+def _won_back(record: Record) -> float | None:
     rows = record.accuracy
     if not {FULL_PRECISION, NEAREST, CALIBRATED} <= rows.keys():
         return None
     full, nearest, ours = (rows[name] for name in (FULL_PRECISION, NEAREST, CALIBRATED))
-    lost, noise = full["top1"] - nearest["top1"], math.hypot(full["standard_error"], nearest["standard_error"])
-    return (ours["top1"] - nearest["top1"]) / lost if lost > noise else None
+    return won_back(*(EvalResult(row["top1"], row["top5"], int(row["n"])) for row in (full, nearest, ours)))
 
 
 def worst(record: Record, count: int = 10) -> list[dict[str, Any]]:

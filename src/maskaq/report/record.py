@@ -10,12 +10,10 @@ from maskaq import runfolder
 from maskaq.config import Recipe, recipe_from_dict, to_dict
 from maskaq.data import Strip
 from maskaq.report.collect import Collected
-from maskaq.runfolder import RunFolder
+from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder, dotted
 from maskaq.synthesis import cosine
 
 STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way
-METRICS_FILE = "metrics.json"
-SAVED_FILE = "quantized/model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Record:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The recipe and the seed under dotted keys."""
-        return {**flat(to_dict(self.recipe)), "seed": self.run.identity["seed"]}
+        return {**dotted(to_dict(self.recipe)), "seed": self.run.identity["seed"]}
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -101,7 +99,7 @@ class Record:
     @property
     def saved(self) -> int | None:
         """Bytes of the quantized model's file; None where there is none."""
-        path = self.run.path(SAVED_FILE)
+        path = self.run.path(f"{QUANTIZED}/model.safetensors")
         return path.stat().st_size if path.exists() else None
 
     @cached_property
@@ -195,11 +193,3 @@ def differences(records: Sequence[Record]) -> dict[str, list[Any]]:
     keys = {key: None for record in records for key in record.settings}
     rows = {key: [record.settings.get(key) for record in records] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values)}
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found

@@ -239,7 +239,7 @@ def test_a_folder_that_is_missing_empty_or_a_file_is_named(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty is not an image folder"):
         image_folder(tmp_path / "empty", tiny_vit())
-    with pytest.raises(DataError, match=r"0\.png does not exist"):
+    with pytest.raises(DataError, match=r"0\.png is a file"):
         image_folder(folder / "ant" / "0.png", tiny_vit())
     (folder / "dog").mkdir()
     with pytest.raises(DataError, match="dog"):

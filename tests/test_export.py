@@ -424,7 +424,7 @@ def test_the_command_line_exports_verifies_and_measures(saved, tmp_path, capsys)
     file, figures = tmp_path / "m.onnx", tmp_path / "figures.json"
     assert main(["export", str(saved), "-o", str(file), "--data", str(data_of(tmp_path / "data", 4))]) == 0
     told = capsys.readouterr().out
-    assert "verified on 16 synthetic images" in told and "17 matrix products in integers, 0 in float" in told
+    assert "verified on 16 images" in told and "17 matrix products in integers, 0 in float" in told
     assert "m.onnx" in told and "top-1" in told
     words = ["bench-runtime", str(file), "--batch", "1", "--repeats", "1", "--threads", "1", "--json", str(figures)]
     assert main(words) == 0
@@ -449,7 +449,7 @@ def test_the_command_line_exports_to_openvino_and_measures_it(saved, tmp_path, c
     data = str(data_of(tmp_path / "data", 4))
     assert main(["export", str(saved), "--format", "openvino", "-o", file, "--data", data]) == 0
     told = capsys.readouterr().out
-    assert "verified on 16 synthetic images" in told and "0 in float" in told
+    assert "verified on 16 images" in told and "0 in float" in told
     assert "m.xml and .bin" in told and "top-1" in told
     words = ["bench-runtime", file, "--batch", "1", "--repeats", "1", "--threads", "1", "--json", str(figures)]
     assert main(words) == 0

@@ -584,8 +584,16 @@ def test_the_command_line_marks_the_ceiling_in_plan_and_tables(tmp_path, photos,
     out = " ".join(capsys.readouterr().out.split())
     assert f"images 4 REAL images of {photos.resolve()}: a ceiling, NOT data-free" in out
     assert f"calibrated on REAL images of {photos.resolve()}: a ceiling, NOT data-free" in out
-    assert cli.main(["evaluate", "run", "--data", "cifar10-demo"]) == 0
-    assert "NOT data-free" in capsys.readouterr().out
+    saved = f"run/{QUANTIZED}"
+    for command in (
+        ["evaluate", "run", "--data", "cifar10-demo"],
+        ["evaluate", saved, "--data", "cifar10-demo"],
+        ["inspect", saved],
+    ):
+        assert cli.main(command) == 0
+        assert "NOT data-free" in capsys.readouterr().out
+    assert cli.main(["quantize", "cifar10_vit", "--recipe", f"demo+images:{saved}/README.md", "--out", "other"]) == 1
+    assert "README.md is a file; expected a folder of images" in capsys.readouterr().err
     assert cli.main(["quantize", "cifar10_vit", "--recipe", "demo+images:nowhere", "--out", "other"]) == 1
     captured = capsys.readouterr()
     assert "nowhere does not exist" in captured.err and "calibrate" not in captured.out

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+REAL_IMAGES = "REAL images: a ceiling, NOT data-free"
 _FIGURES = ("top1", "standard_error", "top5", "n")
 
 
@@ -15,8 +16,15 @@ def _name(config: dict[str, Any]) -> str:
     return str((config["timm"] or {}).get("name") or config["architectures"][0])
 
 
-def _is_data_free(config: dict[str, Any]) -> bool:
-    return config["made"].get("data_free") is not False  # a model that no run made has no images at all
+def _data_free(config: dict[str, Any]) -> bool | None:
+    """What the run said that made the model; None where nobody said anything."""
+    said = config["made"].get("data_free")
+    return said if isinstance(said, bool) else None
+
+
+def caveat_of(config: dict[str, Any]) -> str:
+    """What a table of a saved model has to say of the images it was calibrated on; empty if they were synthetic."""
+    return REAL_IMAGES if _data_free(config) is False else ""
 
 
 def bits_of(config: dict[str, Any]) -> str:
@@ -27,7 +35,7 @@ def bits_of(config: dict[str, Any]) -> str:
 
 def _front_matter(config: dict[str, Any]) -> str:
     lines = ["library_name: timm", "pipeline_tag: image-classification"]
-    tags = ["image-classification", "timm", "quantization", "maskaq", *(["data-free"] if _is_data_free(config) else [])]
+    tags = ["image-classification", "timm", "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)
     lines += ["tags:", *(f"- {tag}" for tag in tags)]
     name = _name(config)
     if "." in name:  # with its tag it is the name of one set of weights, which the hub has
@@ -40,12 +48,12 @@ def _front_matter(config: dict[str, Any]) -> str:
 def _what(config: dict[str, Any]) -> str:
     weights, (channels, height, width) = config["weights"], config["input_size"]
     before, after = weights["float32_bytes"], weights["bytes"]
-    how = "without an image of its training data" if _is_data_free(config) else "on REAL images: it is NOT data-free"
+    how = {True: " without an image of its training data", False: f" on {REAL_IMAGES}", None: ""}[_data_free(config)]
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
     return f"""# {_name(config)}, {bits_of(config)}
 
 A {config["architectures"][0]} for images of {height} x {width} with {channels} channels and {config["num_labels"]}
-classes, quantized by maskaq {how}.
+classes, quantized by maskaq{how}.
 `model.safetensors` has {after / 1e6:.2f} MB, {smaller}.
 """
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from maskaq import bench as measure
 from maskaq import console as draw
 from maskaq import results, run, runfolder, zoo
-from maskaq.card import bits_of
+from maskaq.card import bits_of, caveat_of
 from maskaq.cli import DEMO_DATA
 from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.data import TensorImages, image_folder, to_pixels
@@ -121,7 +121,7 @@ def _run(
         console.print(f"images are in {args.out}; go on with: maskaq calibrate {shlex.quote(args.out)}")
         return
     if table:
-        title = f"{args.model} {recipe.quantization.bits} on {args.data}{_caveat(recipe)}"
+        title = f"{args.model} {recipe.quantization.bits} on {args.data}{_caveat(recipe.caveat)}"
         console.print(draw.accuracy_table(table, title))
         console.print(draw.what_was_won_back(table))
         results.write_metrics(args.out, table, args.data)
@@ -145,16 +145,18 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     elif path.name != args.model:  # it has a slash: meant as a folder
         raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
     table: dict[str, EvalResult | str]
-    caveat = ""
     with draw.watch_for(console) as watch:
         if is_run:
             if args.model_arg:
                 raise ModelError(f"{args.model} is a run and knows its model: --model-arg is for a model's name")
             opened = _opened(args.model, args.checkpoint)
             table = results.compare(opened, batches, device=device, watch=watch)
-            caveat = _caveat(opened.recipe)
+            caveat = _caveat(opened.recipe.caveat)
         else:
-            model = _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
+            model: Any = (
+                _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
+            )
+            caveat = _caveat(caveat_of(model.maskaq_config)) if is_saved else ""
             loader = batches(model)
             watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
             row = CALIBRATED if is_saved else FULL_PRECISION
@@ -185,11 +187,12 @@ def export(args: argparse.Namespace, console: Console) -> None:
         "model": saved["timm"]["name"],
         "architecture": saved["timm"],
         "recipe": saved["made"].get("recipe"),
+        "data_free": saved["made"].get("data_free"),
     }
     found = write_export(model, file, args.format, images, metadata)
     if found is None:
         console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
-        console.print(f"verified on {len(images)} synthetic images: the same logits, bit for bit")
+        console.print(f"verified on {len(images)} images: the same logits, bit for bit")
     else:
         from maskaq.export import runtimes  # its packages are an extra
 
@@ -200,7 +203,7 @@ def export(args: argparse.Namespace, console: Console) -> None:
         if loader:
             accuracy: dict[str, EvalResult | str] = {"maskaq": evaluate_model(model, loader)}
             accuracy |= {file.name: evaluate_model(runtimes.runnable(file), loader)}
-            console.print(draw.accuracy_table(accuracy, f"{args.folder} on {args.data}"))
+            console.print(draw.accuracy_table(accuracy, f"{args.folder} on {args.data}{_caveat(caveat_of(saved))}"))
 
 
 def bench_runtime(args: argparse.Namespace, console: Console) -> None:
@@ -255,7 +258,8 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
             raise RecipeError(
                 f"{args.model} is a saved model and has its bits: --bits and --set are for a model's name"
             )
-        report, title = inspect_deployed(_saved(args)), args.model
+        saved: Any = _saved(args)
+        report, title = inspect_deployed(saved), f"{args.model}{_caveat(caveat_of(saved.maskaq_config))}"
     else:
         recipe = _recipe(args)
         model_args = _model_args(args.model_arg)
@@ -393,9 +397,9 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def _caveat(recipe: Recipe) -> str:
+def _caveat(words: str) -> str:
     """For the title of a table."""
-    return f"\ncalibrated on {recipe.caveat}" if recipe.caveat else ""
+    return f"\ncalibrated on {words}" if words else ""
 
 
 def _check_names(recipe: Recipe) -> None:

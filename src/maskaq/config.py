@@ -65,7 +65,12 @@ class Quantization:
     activation_range: str = setting(
         "mse", "how the first activation ranges are found", choices=("minmax", "percentile", "mse")
     )
-    percentile: float = setting(0.999, "share of the values that the percentile range covers", low=0.5, high=1.0)
+    percentile: float = setting(
+        0.999,
+        "share of the values that the percentile range covers; 0.999 of a channel of 500 weights is all of them",
+        low=0.5,
+        high=1.0,
+    )
     range_images: int = setting(32, "images that set the first activation ranges", low=1)
     first_last: str = setting(
         "same",

@@ -138,7 +138,8 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     )
     table.add_row(
         "bits",
-        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations)",
+        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
+        f"first ranges: {scheme.weight_range} and {scheme.activation_range})",
     )
     how = recipe.caveat or f"from {synthesis.start}, x {synthesis.steps} steps, in batches of {synthesis.batch}"
     table.add_row("images", f"{synthesis.images} {how}")
@@ -210,7 +211,7 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
 def verification(found: "Verification", runtime: str, products: "Products") -> Iterator[str]:
     """What was compared of a file, in lines."""
     yield (
-        f"verified on {found.images} synthetic images: the codes of {found.weights} weights are equal, and those of "
+        f"verified on {found.images} images: the codes of {found.weights} weights are equal, and those of "
         f"{found.sites} activations, {found.codes} compared"
     )
     if found.turned:

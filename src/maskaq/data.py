@@ -92,7 +92,7 @@ def image_folder(
     root = Path(path)
     if not root.is_dir():
         raise DataError(
-            f"image folder {root} does not exist; expected a folder with one sub-folder of images per class"
+            f"image folder {root} {_absent(root)}; expected a folder with one sub-folder of images per class"
         )
     config = data_config(model)
     if crop_pct is not None:
@@ -111,11 +111,15 @@ def image_folder(
     return _Loader(dataset, batch_size=batch, num_workers=workers)
 
 
+def _absent(root: Path) -> str:
+    return "is a file" if root.exists() else "does not exist"
+
+
 def image_files(path: str | Path, wanted: int) -> list[Path]:
     """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"image folder {root} does not exist; expected a folder of images, or of folders of images")
+        raise DataError(f"image folder {root} {_absent(root)}; expected a folder of images, or of folders of images")
     found = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
     if len(found) < wanted:
         few = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"

@@ -78,5 +78,5 @@ def unwritable(file: str | Path) -> str | None:
     if not above.is_dir():
         return f"{file} cannot be written: {above} is a file, not a folder"
     if not os.access(above, os.W_OK):
-        return f"{file} cannot be written: {above} is read-only; choose another place"
+        return f"{file} cannot be written: {above} is read-only"
     return None

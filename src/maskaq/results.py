@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from maskaq import runfolder
 from maskaq.config import Quantization, Recipe, recipe_from_dict
 from maskaq.data import SyntheticSet
-from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError
+from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
@@ -188,8 +188,11 @@ def write_report(
     path = Path(out) if out else records[0].run.path(PAGE_FILE) if len(records) == 1 else Path("compare.html")
     if path.suffix != ".html":
         raise RunFolderError(f"the page is an HTML file: expected a name that ends in .html, got {path}")
+    beside = path.with_suffix(".md")
+    if problem := unwritable(path) or unwritable(beside):
+        raise RunFolderError(problem)
     runfolder.write_bytes_atomic(path, page.html(records).encode())
-    runfolder.write_bytes_atomic(path.with_suffix(".md"), page.markdown(records).encode())
+    runfolder.write_bytes_atomic(beside, page.markdown(records).encode())
     return path
 
 

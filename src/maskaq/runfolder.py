@@ -29,7 +29,7 @@ import torch
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
-from maskaq.errors import RunFolderError
+from maskaq.errors import RunFolderError, unwritable
 
 FORMAT = 1
 
@@ -442,6 +442,8 @@ class RunFolder:
         """Raises what `open` would raise for a folder of something or somebody else; touches nothing."""
         root = Path(path)
         _check_ours(root)
+        if problem := unwritable(root / "run.json"):
+            raise RunFolderError(f"{problem}; choose another --out")
         if os.path.isfile(root / "run.json"):
             _check_identity(root, _read_run(root)["identity"], json.loads(json.dumps(identity)))
 

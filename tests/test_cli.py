@@ -484,7 +484,7 @@ MISTAKES = {
     "out is a file": (lambda f, p: quantize(f, p / "file"), ["file exists and is not a run folder"]),
     "out is below a file": (
         lambda f, p: quantize(f, p / "file" / "run"),
-        ["cannot be written", "is a file, not a folder", "choose another --out"],
+        ["cannot be written", "is not a folder", "choose another --out"],
     ),
     "out is a foreign folder": (
         lambda f, p: quantize(f, p / "foreign"),
@@ -542,7 +542,10 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
         (["evaluate", "x", "--data", "y", "--crop-pct", "nan"], "--crop-pct"),
         (["evaluate", "x", "--data", "y", "--crop-pct", "wide"], "--crop-pct"),
         (["bench", "--json", "."], "--json: . is a folder"),
-        (["report", "RUN", "-o", "/dev/null/page.html"], "/dev/null is a file, not a folder"),
+        (["bench", "--json", ""], "--json: expected the name of a file to write, got an empty one"),
+        (["bench", "--json", "/dev/null"], "/dev/null is a device or a pipe"),
+        (["evaluate", "x", "--data", "y", "--json", "n" * 250], "cannot be written: File name too long"),
+        (["report", "RUN", "-o", "/dev/null/page.html"], "/dev/null is not a folder"),
         (["demo", "--model", "resnet"], "resnet"),
     ],
 )

@@ -516,7 +516,7 @@ def test_without_the_packages_the_command_says_what_to_install(words, packages, 
         ("m.onnx", "openvino", "ends in .xml"),
         ("m.onnx", "pt2", "ends in .pt2"),
         ("folder.onnx", "onnx", "is a folder"),
-        ("file.txt/m.onnx", "onnx", "is a file, not a folder"),
+        ("file.txt/m.onnx", "onnx", "is not a folder"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_told_before_the_work(target, format, named, tmp_path):

@@ -162,12 +162,14 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
             row = CALIBRATED if is_saved else FULL_PRECISION
             table = {row: evaluate_model(model.to(device), loader, watch)}
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}{caveat}"))
-    if args.json:
-        runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
-    if is_run:
-        results.write_metrics(args.model, table, args.data)
-        if (path / results.PAGE_FILE).exists():  # it shows other figures
-            _write_report(args.model, console, device)
+    try:
+        if is_run:
+            results.write_metrics(args.model, table, args.data)
+    finally:  # what was measured is kept wherever it can be
+        if args.json:
+            runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
+    if is_run and (path / results.PAGE_FILE).exists():  # it shows other figures
+        _write_report(args.model, console, device)
 
 
 def export(args: argparse.Namespace, console: Console) -> None:

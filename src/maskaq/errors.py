@@ -71,12 +71,20 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 def unwritable(file: str | Path) -> str | None:
     """The message for a file that could not be written there, so that it is told before the work; None if it could."""
-    path = Path(file).absolute()
-    if path.is_dir():
-        return f"{file} is a folder: expected the name of a file to write"
-    above = next(parent for parent in path.parents if parent.exists())
-    if not above.is_dir():
-        return f"{file} cannot be written: {above} is a file, not a folder"
-    if not os.access(above, os.W_OK):
-        return f"{file} cannot be written: {above} is read-only"
+    if not str(file):
+        return "expected the name of a file to write, got an empty one"
+    try:
+        path = Path(file).absolute()
+        if path.is_dir():
+            return f"{file} is a folder: expected the name of a file to write"
+        if path.exists() and not path.is_file():
+            return f"{file} is a device or a pipe: expected the name of a file to write"
+        path.with_name(f".{path.name}.{os.getpid()}.tmp").exists()  # the name it is written under first may be too long
+        above = next(parent for parent in path.parents if os.path.lexists(parent))
+        if not above.is_dir():
+            return f"{file} cannot be written: {above} is not a folder"
+        if not os.access(above, os.W_OK | os.X_OK):
+            return f"{file} cannot be written: {above} is read-only"
+    except OSError as error:
+        return f"{file} cannot be written: {error.strerror}"
     return None

@@ -32,7 +32,6 @@ from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
-"""The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 ImageSource = Synthesizer | FolderImages
 
 

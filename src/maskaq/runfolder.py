@@ -38,6 +38,7 @@ _ZEROS = b"0" * 64
 # Inside a JSON string the quotes would be escaped, so in a header this matches our metadata entry and nothing else.
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 QUANTIZED = "quantized"
+"""The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
 
 # What a run killed before its run.json was in place may have left behind.
@@ -365,7 +366,7 @@ def _check_ours(root: Path) -> None:
 
 def _is_being_written(temp: Path) -> bool:
     """Whether the process in a temporary file's name lives: an export or a report, which need no lock."""
-    pid = re.search(r"\.(\d+)\.(?:aside\.)?(?:tmp|unproven)", temp.name)
+    pid = re.search(r".*\.([1-9]\d*)\.(?:aside\.)?(?:tmp|unproven)", temp.name)  # the last, if there are more
     if pid is None or int(pid[1]) == os.getpid() or os.name != "posix":
         return False  # we write none yet; and on other systems one cannot ask without harm
     try:
@@ -388,7 +389,7 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     with _explained(root):
         for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
             if not _is_being_written(temp):
-                shutil.rmtree(temp) if temp.is_dir() else temp.unlink()
+                shutil.rmtree(temp) if temp.is_dir() and not temp.is_symlink() else temp.unlink(missing_ok=True)
         events = root / "events.jsonl"
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
             os.truncate(events, data.rfind(b"\n") + 1)

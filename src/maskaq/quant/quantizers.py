@@ -187,7 +187,7 @@ class MinMax(Static):
         """A range that follows the weights is set by cutting them, in place: nothing lies beyond it any more."""
         low, high = super().set_range(values, method, percentile)
         bound = torch.maximum(-low, high).reshape((-1,) + (1,) * (values.dim() - 1))
-        values.clamp_(-bound, bound)
+        values.detach().clamp_(-bound, bound)
         return low, high
 
     def fake_quantize(self, x: Tensor) -> Tensor:

@@ -28,9 +28,10 @@ def symmetric(bound: Tensor, bits: int) -> Tensor:
 
 
 def sample(x: Tensor, most: int) -> Tensor:
-    """About `most` values of x, evenly spread over every axis, always with its smallest and its largest.
+    """At most about `most` values of x, evenly spread over every axis, always with its smallest and its largest.
 
-    A stride that shares a factor with an axis would see only some of its channels.
+    A stride that shares a factor with an axis would see only some of its channels. (Just above `most`, a number of
+    values with many small factors may need a stride that keeps a tenth of them.)
     """
     flat = x.flatten()
     if flat.numel() <= most:

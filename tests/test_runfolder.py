@@ -95,7 +95,6 @@ def test_a_kill_before_the_rename_leaves_the_old_content_and_the_next_open_clean
         assert not any(name.endswith(".tmp") for name in names(run.root))
 
 
-@pytest.mark.skipif(os.name != "posix", reason="asks the system whether a process lives")
 def test_what_another_living_process_is_writing_stays_when_the_run_is_opened_again(tmp_path):
     with reopen(tmp_path / "run") as run:
         root = run.root

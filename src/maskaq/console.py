@@ -20,7 +20,7 @@ from torch import nn
 
 from maskaq.bench import Timing
 from maskaq.config import Recipe
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, won_back
+from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, lost_to_rounding, won_back
 from maskaq.shapes import Geometry
 from maskaq.watch import Watch
 
@@ -177,11 +177,11 @@ def what_was_won_back(rows: dict[str, EvalResult | str]) -> str:
     full, nearest, ours = rows[FULL_PRECISION], rows[NEAREST], rows[CALIBRATED]
     if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str):
         return ""
-    lost, share = full.top1 - nearest.top1, won_back(full, nearest, ours)
+    (lost, noise), share = lost_to_rounding(full, nearest), won_back(full, nearest, ours)
     if share is None:
         return (
             f"round to nearest costs nothing measurable on {full.n} images: {lost:.1f} points of top-1, "
-            f"with standard errors of {full.standard_error:.1f} and {nearest.standard_error:.1f}"
+            f"with a standard error of {noise:.1f}"
         )
     if share < 0:
         outcome = "maskaq is worse still: calibrate for longer"

@@ -33,12 +33,17 @@ FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to near
 """What is compared with each other."""
 
 
+def lost_to_rounding(full: EvalResult, nearest: EvalResult) -> tuple[float, float]:
+    """Points of top-1, and their standard error."""
+    return full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
+
+
 def won_back(full: EvalResult, nearest: EvalResult, ours: EvalResult) -> float | None:
     """Share of the top-1 that rounding to nearest loses and `ours` has again.
 
     None where nothing measurable is lost: a share of nothing would be a random number.
     """
-    lost, noise = full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
+    lost, noise = lost_to_rounding(full, nearest)
     return (ours.top1 - nearest.top1) / lost if lost > noise else None
 
 

@@ -373,8 +373,8 @@ def _is_being_written(temp: Path) -> bool:
         os.kill(int(pid[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True  # somebody else's
+    except PermissionError:  # it lives, and is somebody else's
+        pass
     return True
 
 

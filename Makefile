@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo web test test-oldest-timm check bench clean
+.PHONY: demo web test test-gpu test-oldest-timm check bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
@@ -19,6 +19,10 @@ web: $(VENV)/ready
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# What only a CUDA GPU can show: compiled kernels, replayed steps. Some minutes, most of them compiling.
+test-gpu: $(VENV)/ready
+	MASKAQ_TEST_GPU=1 $(BIN)/python -m pytest tests/test_cuda.py -p no:logging
 
 # Parity with timm on the oldest release we declare; the suite itself runs on the newest.
 test-oldest-timm: $(VENV)/ready

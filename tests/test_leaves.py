@@ -7,7 +7,7 @@ import torch
 from helpers import pair, small_recipe, tiny_swin, tiny_vit
 
 from maskaq import randomness
-from maskaq.leaves import dead_leaves
+from maskaq.leaves import _topmost, dead_leaves
 from maskaq.run import quantize
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
@@ -48,6 +48,22 @@ def test_leaves_have_edges_most_neighbours_are_alike_and_a_few_far_apart():
     kurtosis = float((steps / steps.std()).pow(4).mean())
     assert kurtosis > 6  # 3 for a Gaussian, as noise of any spectrum has; natural images 10 and more
     assert math.isclose(float(steps.mean()), 0, abs_tol=0.01)
+
+
+def test_images_of_leaves_differ_in_colour_darkness_and_detail():
+    images = dead_leaves(keys(64), 3, 64, 64)
+    colour = (images.amax(dim=1) - images.amin(dim=1)).mean(dim=(1, 2))
+    light = images.mean(dim=(1, 2, 3))
+    detail = (images[..., 1:] - images[..., :-1]).abs().mean(dim=(1, 2, 3))
+    for what in (colour, light, detail):
+        assert what.quantile(0.9) > 1.5 * what.quantile(0.1)
+
+
+def test_leaves_lie_over_each_other_in_many_sizes():
+    seen = _topmost(keys(16), 96, 96)
+    areas = torch.stack([(seen == leaf).sum(dim=(1, 2)) for leaf in range(1, int(seen.max()) + 1)])  # (leaves, B)
+    assert (areas > 0).sum(dim=0).min() > 8  # of 149 most are covered by later ones
+    assert areas.max(dim=0).values.float().mean() > 20 * areas[areas > 0].float().median()
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])

@@ -1,0 +1,103 @@
+"""What the fast engine promises on a real GPU, where its steps are replayed and its kernels are compiled.
+
+They compile for minutes, so that only `make test-gpu` runs them.
+"""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Ears, small_recipe
+
+from maskaq import load_model, quantize
+from maskaq.calibration import Calibrator
+from maskaq.engine import PLAIN, pick_engine
+from maskaq.models import expose
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.run import noise
+from maskaq.synthesis import Synthesizer
+
+pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason="make test-gpu runs it, on a CUDA GPU")
+each_model = pytest.mark.parametrize("name", ["cifar10_vit", "cifar10_swin"])
+
+RECIPE = small_recipe(
+    "synthesis.start=leaves",
+    "synthesis.images=32",
+    "synthesis.batch=32",
+    "synthesis.steps=12",
+    "refresh.steps=6",
+    "calibration.batch=32",
+    "calibration.epochs=8",
+    "calibration.optimizer=adamw",
+    "calibration.terms.block_error=10",
+    "refresh.every=4",
+)
+
+
+@pytest.fixture(scope="module")
+def fast():
+    ears = Ears()
+    engine = pick_engine(torch.device("cuda"), watch=ears)
+    assert engine.captures, ears.notes
+    return engine
+
+
+def models(name):
+    teacher = expose(load_model(name)).cuda()
+    student = quantized_twin(teacher, RECIPE.quantization)
+    init_ranges_(student, noise(teacher, 16, 0), RECIPE.quantization)
+    return teacher, student
+
+
+@each_model
+def test_images_go_where_the_plain_engine_takes_them(fast, name):
+    one = replace(RECIPE, synthesis=replace(RECIPE.synthesis, steps=1))
+    gradients, losses = [], []
+    for engine in (PLAIN, fast):
+        synthesizer = Synthesizer(*models(name), one, engine=engine)
+        synthesizer(torch.arange(32))
+        gradients.append(synthesizer._canvas.images.grad.flatten(1))
+        whole = Synthesizer(*models(name), RECIPE, engine=engine)
+        whole(torch.arange(32))
+        losses.append(whole.curves[-1])
+    assert torch.cosine_similarity(*gradients).median() > 0.9
+    assert losses[1]["class_prior"] == pytest.approx(losses[0]["class_prior"], rel=0.25)
+    for term in ("total_variation", "head_similarity"):
+        assert losses[1][term] == pytest.approx(losses[0][term], rel=0.1)
+
+
+@each_model
+def test_calibration_goes_where_the_plain_engine_takes_it(fast, name):
+    images = Synthesizer(*models(name), replace(RECIPE, synthesis=replace(RECIPE.synthesis, steps=0)))(torch.arange(32))
+    ends = []
+    for engine in (PLAIN, fast):
+        calibrator = Calibrator(*models(name), RECIPE, engine=engine)
+        ends.append([calibrator.epoch(images, epoch)["loss"] for epoch in range(8)])
+    for losses in ends:
+        assert losses[-1] < losses[0]  # there is a way to go
+    # Between them ways part: codes of 4 bits turn on the last digit of a bfloat16.
+    assert ends[1][0] == pytest.approx(ends[0][0], rel=0.05)
+    assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.15)
+
+
+@each_model
+def test_a_run_that_stopped_is_finished_by_another(fast, name, tmp_path, monkeypatch):
+    whole = Calibrator.epoch
+
+    def epoch(self, data, number):
+        if number == 5:
+            raise KeyboardInterrupt
+        return whole(self, data, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Calibrator, "epoch", epoch)
+        quantize(load_model(name), RECIPE, tmp_path / "run", checkpoint_seconds=0)
+    ears = Ears()
+    result = quantize(load_model(name), RECIPE, tmp_path / "run", watch=ears)
+    assert [stage for stage in ears.stages if stage[0].startswith("calibrate")] == [
+        ("calibrate, round 2 of 2", 4 * 32, 32)
+    ]
+    assert all(math.isfinite(float(p.abs().sum())) for p in result.model.parameters())
+    assert (tmp_path / "run" / "quantized" / "model.safetensors").exists()

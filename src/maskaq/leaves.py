@@ -82,7 +82,8 @@ def _texture(keys: Tensor, number: int, channels: int, height: int, width: int) 
     fine, turn, bent, sharp, roughness = uniform(fold(keys, "draws"), 5, 1, 1, 1).unbind(1)
 
     def smooth(purpose: str, cells: int) -> Tensor:
-        noise = normal(fold(keys, purpose), 1, min(cells, height), min(cells, width))
+        cells = min(cells, max(2, min(height, width) // 5))  # of 5 pixels or more: smooth
+        noise = normal(fold(keys, purpose), 1, cells, cells)
         return F.interpolate(noise, (height, width), mode="bicubic", align_corners=False)
 
     if number % 2:  # waves, bent

@@ -233,6 +233,14 @@ def test_damaged_data_is_named(own, name, damage):
         results.write_report(own, device="cpu")
 
 
+@pytest.mark.parametrize("out", ["page.pdf", "run.json/page.html"])
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_collected(own, out):
+    forget(own)
+    with pytest.raises(RunFolderError, match=re.escape(str(own / out))):
+        results.write_report(own, out=own / out, device="cpu")
+    assert not (own / collect.FACTS_FILE).exists()
+
+
 def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):
     other = make(tmp_path, "vit", "calibration.lr=0.5", "synthesis.mask.end=0.2", "synthesis.terms.patch_entropy=0.1")
     html, markdown = read_page(own, other, finished, out=tmp_path / "deep" / "all.html")

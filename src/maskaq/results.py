@@ -184,21 +184,21 @@ def write_report(
     """
     from maskaq.report import page  # plotly and jinja2 are an extra, and slow to import
 
-    records = [_record(run, device) for run in runs]
-    path = Path(out) if out else records[0].run.path(PAGE_FILE) if len(records) == 1 else Path("compare.html")
+    folders = [RunFolder.read(run.folder if isinstance(run, OpenedRun) else run) for run in runs]
+    path = Path(out) if out else folders[0].path(PAGE_FILE) if len(folders) == 1 else Path("compare.html")
     if path.suffix != ".html":
         raise RunFolderError(f"the page is an HTML file: expected a name that ends in .html, got {path}")
     beside = path.with_suffix(".md")
     if problem := unwritable(path) or unwritable(beside):
         raise RunFolderError(problem)
+    records = [_record(run, folder, device) for run, folder in zip(runs, folders, strict=True)]
     runfolder.write_bytes_atomic(path, page.html(records).encode())
     runfolder.write_bytes_atomic(beside, page.markdown(records).encode())
     return path
 
 
-def _record(run: OpenedRun | str | Path, device: str | torch.device | None) -> Record:
+def _record(run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None) -> Record:
     """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
-    folder = RunFolder.read(run.folder if isinstance(run, OpenedRun) else run)
     kept = collect.read(folder)
     if kept is not None:
         return Record(folder, kept)

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import timm
 import torch
@@ -176,3 +177,10 @@ def quantize_and_tell(out: Path, recipe: Recipe, message: Path) -> None:
         run.quantize(tiny_vit(), recipe, out, device="cpu")
     except MaskaqError as error:
         message.write_text(f"{type(error).__name__}: {error}")
+
+
+# ---- Triton's interpreter runs kernels on a CPU, in a process of its own: Triton reads its switch at import
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")

@@ -3,13 +3,12 @@
 They compile for minutes, so that only `make test-gpu` runs them.
 """
 
-import math
 import os
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Ears, small_recipe
+from helpers import Ears, hook, small_recipe
 
 from maskaq import load_model, quantize
 from maskaq.calibration import Calibrator
@@ -17,6 +16,7 @@ from maskaq.engine import PLAIN, pick_engine
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.run import noise
+from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 
 pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason="make test-gpu runs it, on a CUDA GPU")
@@ -62,10 +62,8 @@ def test_images_go_where_the_plain_engine_takes_them(fast, name):
         whole = Synthesizer(*models(name), RECIPE, engine=engine)
         whole(torch.arange(32))
         losses.append(whole.curves[-1])
-    assert torch.cosine_similarity(*gradients).median() > 0.9
-    assert losses[1]["class_prior"] == pytest.approx(losses[0]["class_prior"], rel=0.25)
-    for term in ("total_variation", "head_similarity"):
-        assert losses[1][term] == pytest.approx(losses[0][term], rel=0.1)
+    assert torch.cosine_similarity(*gradients).median() > 0.9  # of the first step, before any is replayed
+    assert losses[1] == pytest.approx(losses[0], rel=0.25)  # of the last, which is
 
 
 @each_model
@@ -84,20 +82,17 @@ def test_calibration_goes_where_the_plain_engine_takes_it(fast, name):
 
 @each_model
 def test_a_run_that_stopped_is_finished_by_another(fast, name, tmp_path, monkeypatch):
-    whole = Calibrator.epoch
-
-    def epoch(self, data, number):
-        if number == 5:
-            raise KeyboardInterrupt
-        return whole(self, data, number)
+    def stop():
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Calibrator, "epoch", epoch)
+        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 6, stop)
         quantize(load_model(name), RECIPE, tmp_path / "run", checkpoint_seconds=0)
     ears = Ears()
     result = quantize(load_model(name), RECIPE, tmp_path / "run", watch=ears)
     assert [stage for stage in ears.stages if stage[0].startswith("calibrate")] == [
         ("calibrate, round 2 of 2", 4 * 32, 32)
     ]
-    assert all(math.isfinite(float(p.abs().sum())) for p in result.model.parameters())
+    assert all(torch.isfinite(p).all() for p in result.model.parameters())
+    assert RunFolder.read(tmp_path / "run").facts["engine"] == "fast"
     assert (tmp_path / "run" / "quantized" / "model.safetensors").exists()

@@ -13,10 +13,11 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import Ears, assert_same, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import INTERPRETED, Ears, assert_same, inside, outside, pair, small_recipe, tiny_swin, tiny_vit
 from torch import nn
 
 from maskaq import bench, cli
@@ -28,9 +29,6 @@ from maskaq.quant import grid
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, quantizer
 from maskaq.synthesis import Synthesizer
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the fast engine needs triton")
 
 SIZE = (16, 8)
@@ -45,8 +43,10 @@ TERMS = [name for name in SYNTHESIS_TERMS if name not in PLAIN_PRODUCTS]
 @outside
 @needs_triton
 def test_in_the_interpreter():
+    """These tests and those of the kernels: one process, which imports and compiles once for all."""
+    files = [Path(__file__).with_name(f"test_{name}.py") for name in ("engine", "kernels_attention", "kernels_maps")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:logging", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:logging", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 

@@ -1,15 +1,12 @@
 """maskaq.kernels.attention: the fused kernels say what the plain ops say, forward and backward.
 
-No GPU is needed: the checks of values run in Triton's interpreter, in a process of their own because Triton reads its
-switch at import; and the kernels are compiled for a GPU that need not be there.
+No GPU is needed: the checks of values run in Triton's interpreter, in the process that test_engine.py starts; and the
+kernels are compiled for a GPU that need not be there.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from helpers import inside, outside
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,18 +16,7 @@ triton = pytest.importorskip("triton", reason="the fused kernels need Triton")
 
 from maskaq.kernels import attention as kernels  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs within test_values_in_the_interpreter")
 SCALE = 0.3
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
-def test_values_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "--durations=0", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 # ------------------------------------------------------------------------------------------------------- compilation
@@ -62,7 +48,7 @@ def compiled(kernel, absent, constants, options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@outside
 @pytest.mark.parametrize(("tokens", "head_dim", "absent"), [(197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())])
 def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
     pitch = -(-tokens // 8) * 8
@@ -79,7 +65,7 @@ def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
         assert "wgmma" in binary.asm["ptx"], "the products should run on the tensor cores"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@outside
 def test_the_bias_of_a_window_is_read_in_whole_rows():
     shape, options = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0), kernels._forward_options(49, 32)
 
@@ -146,7 +132,7 @@ def assert_same(ours, theirs, **tolerance):
             torch.testing.assert_close(mine.float(), other.float(), **tolerance)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize(
     "use",
     [("heads",), ("scores",), ("received",), ("heads", "received"), ("heads", "scores", "received")],
@@ -160,14 +146,14 @@ def test_equals_the_plain_ops(tokens, head_dim, heads, windows, step, use):
     assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
 
 
-@interpreted
+@inside
 def test_blocks_of_queries_add_up():
     inputs = case(tokens=70, head_dim=8, windows=1, step=0.01, batch=1)  # 70 keys: three blocks of 32 queries backward
     use = ("heads", "scores", "received")
     assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
 
 
-@interpreted
+@inside
 def test_half_precision():
     inputs = case(tokens=37, head_dim=16, step=0.01, dtype=torch.float16)  # the interpreter cannot multiply bfloat16
     exact = [x if x is None else x.detach().float().requires_grad_() for x in inputs]
@@ -178,7 +164,7 @@ def test_half_precision():
         assert (mine.float() - other).norm() < 0.01 * other.norm()
 
 
-@interpreted
+@inside
 def test_clipping_passes_its_gradient_to_the_scale_alone():
     inputs = case(tokens=5, step=0.001)  # p_top is 15 steps: all probabilities lie above the grid
     ours = results(fused, inputs, ("heads",))
@@ -187,7 +173,7 @@ def test_clipping_passes_its_gradient_to_the_scale_alone():
     assert not dq.any() and not dk.any() and d_p_scale != 0
 
 
-@interpreted
+@inside
 def test_rounds_half_to_even():
     v = torch.ones(1, 1, 2, 8)
     zero = torch.zeros_like(v)  # both probabilities are a half
@@ -195,7 +181,7 @@ def test_rounds_half_to_even():
     assert not heads.any()
 
 
-@interpreted
+@inside
 def test_scores_of_patches_alone():
     inputs = case(tokens=14, heads=2, batch=2)
 
@@ -211,7 +197,7 @@ def test_scores_of_patches_alone():
     assert_same(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-@interpreted
+@inside
 def test_any_strides():
     inputs = case(tokens=13, step=0.01)
     odd = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs[:3]] + inputs[3:]
@@ -219,7 +205,7 @@ def test_any_strides():
     assert_same(results(fused, odd, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
 
 
-@interpreted
+@inside
 def test_layout_of_the_results():
     q, k, v, _, _ = case(tokens=13, heads=2)
     heads, scores, received = kernels.attention(q, k, v, SCALE, keep_scores=True, readers=(0, 1))
@@ -243,7 +229,7 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("use", ["heads", "scores", "received"])
 def test_a_result_that_nobody_used_costs_no_zeros(use):
     with Calls() as calls:
@@ -253,7 +239,7 @@ def test_a_result_that_nobody_used_costs_no_zeros(use):
     assert [name for name, gradient in given.items() if gradient is not None] == [use]
 
 
-@interpreted
+@inside
 def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
     q, k, v = (x.detach() for x in case(tokens=13)[:3])
     *_, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, True, 0, 0)
@@ -267,7 +253,7 @@ def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
     torch.testing.assert_close(actual, expected)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("windows", [0, 2])
 def test_is_a_good_citizen_of_torch(windows):
     q, k, v, bias, p_scale = case(windows=windows, step=0.01)
@@ -279,7 +265,7 @@ def test_is_a_good_citizen_of_torch(windows):
     )
 
 
-@interpreted
+@inside
 def test_is_opaque_to_the_compiler():
     inputs = case(windows=2, step=0.01)
     whole = torch.compile(fused, backend="aot_eager", fullgraph=True)

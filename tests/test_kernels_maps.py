@@ -1,29 +1,15 @@
-"""The fused losses of the maps against the plain ones, in Triton's interpreter: no GPU, but a process of its own."""
-
-import os
-import subprocess
-import sys
+"""The fused losses of the maps against the plain ones, in the interpreter's process that test_engine.py starts."""
 
 import pytest
 import torch
+from helpers import INTERPRETED, inside
 
 from maskaq.losses import attention
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
-
 if INTERPRETED:
     from maskaq.kernels import maps as kernels
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def make_scores(count, heads, tokens, padding=0, ties=False, dtype=torch.float32):

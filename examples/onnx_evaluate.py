@@ -28,8 +28,12 @@ def ready(path):
     return ((pixels - mean) / std).transpose(2, 0, 1)
 
 
+folders = sorted(path for path in Path(sys.argv[2]).iterdir() if path.is_dir())
+classes = session.get_outputs()[0].shape[1]
+if len(folders) != classes:  # else every label after the first absent one would be another class's
+    sys.exit(f"{sys.argv[2]} has {len(folders)} sub-folders, and the model {classes} classes: one for each is needed")
 hits = []
-for label, folder in enumerate(sorted(path for path in Path(sys.argv[2]).iterdir() if path.is_dir())):
+for label, folder in enumerate(folders):
     for path in sorted(folder.iterdir()):
         (logits,) = session.run(["logits"], {"images": ready(path)[None]})
         hits.append(logits.argmax() == label)

@@ -145,8 +145,8 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     table.add_row("images", f"{synthesis.images} {how}")
     if refreshes:
         start = "continuing" if recipe.refresh.start == "warm" else f"from {synthesis.start}"
-        times = "once" if refreshes == 1 else f"{refreshes} times"
-        table.add_row("refresh", f"{times}, {start}, {recipe.steps_in_round(1)} steps each")
+        times, each = ("once", "") if refreshes == 1 else (f"{refreshes} times", " each")
+        table.add_row("refresh", f"{times}, {start}, {recipe.steps_in_round(1)} steps{each}")
     else:
         every = recipe.refresh.every
         why = f": refresh.every {every} is not below calibration.epochs {calibration.epochs}" if every else ""

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 from PIL import Image
 
-if len(sys.argv) != 3:
+if len(sys.argv) != 3 or not Path(sys.argv[1]).is_file() or not Path(sys.argv[2]).is_dir():
     sys.exit(__doc__)
 session = onnxruntime.InferenceSession(sys.argv[1])
 notes = session.get_modelmeta().custom_metadata_map
@@ -34,7 +34,9 @@ if len(folders) != classes:  # else every label after the first absent one would
     sys.exit(f"{sys.argv[2]} has {len(folders)} sub-folders, and the model {classes} classes: one for each is needed")
 hits = []
 for label, folder in enumerate(folders):
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in Image.registered_extensions()):
         (logits,) = session.run(["logits"], {"images": ready(path)[None]})
         hits.append(logits.argmax() == label)
+if not hits:
+    sys.exit(f"{sys.argv[2]} has no images in its sub-folders")
 print(f"top-1 {100 * np.mean(hits):.2f} % of {len(hits)} images")

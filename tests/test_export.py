@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -441,6 +442,19 @@ def test_the_example_evaluates_a_file_without_maskaq(vit, tmp_path):
     words = [sys.executable, str(example), str(vit[1]), str(data_of(tmp_path / "data", 4))]
     told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "of 4 images" in told
+
+
+@needs_onnx
+def test_the_example_refuses_what_it_cannot_evaluate(vit, tmp_path):
+    example = Path(__file__).parent.parent / "examples" / "onnx_evaluate.py"
+    empty, few = tmp_path / "empty", data_of(tmp_path / "few", 4)
+    for folder in few.iterdir():
+        (empty / folder.name).mkdir(parents=True)
+        (empty / folder.name / ".DS_Store").touch()
+    shutil.rmtree(next(few.iterdir()))
+    for data, message in ((empty, "no images"), (few, "one for each is needed"), (tmp_path / "absent", "sub-folder")):
+        told = subprocess.run([sys.executable, str(example), str(vit[1]), str(data)], capture_output=True, text=True)
+        assert told.returncode == 1 and message in told.stderr and "Traceback" not in told.stderr
 
 
 @needs_openvino

@@ -2,6 +2,7 @@
 real browser at both widths."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -239,6 +240,21 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_is_collected(own,
     with pytest.raises(RunFolderError, match=re.escape(str(own / out))):
         results.write_report(own, out=own / out, device="cpu")
     assert not (own / collect.FACTS_FILE).exists()
+
+
+def test_a_file_of_the_users_beside_the_page_is_not_written_over(own, tmp_path):
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    with pytest.raises(RunFolderError, match="is no report: choose another name"):
+        results.write_report(own, out=tmp_path / "notes.html", device="cpu")
+    assert notes.read_text() == "mine" and not (tmp_path / "notes.html").exists()
+    for _ in range(2):  # its own it writes anew
+        assert results.write_report(own, out=tmp_path / "page.html", device="cpu").exists()
+
+
+def test_a_folder_whose_name_is_no_text_has_a_report_too(own):
+    odd = own.rename(own.parent / os.fsdecode(b"run\xff"))
+    assert results.write_report(odd, device="cpu").exists()
 
 
 def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):

@@ -33,6 +33,7 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
 
 
 _IMAGES = "images:"
+_MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # more are a slip of the finger, and plans of them fill the memory
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,10 @@ class Mask:
 
 @dataclass(frozen=True, kw_only=True)
 class Synthesis:
-    images: int = setting(10_000, "synthetic images", low=1)
-    steps: int = setting(2_000, "optimiser steps for each image; 0: the images are what they start from", low=0)
+    images: int = setting(10_000, "synthetic images", low=1, high=_MOST_IMAGES)
+    steps: int = setting(
+        2_000, "optimiser steps for each image; 0: the images are what they start from", low=0, high=_MOST_STEPS
+    )
     start: str = setting(
         "noise",
         "what an image starts from: noise, or dead leaves, shapes that lie over each other (not in the paper)",
@@ -150,7 +153,7 @@ class Augment:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    epochs: int = setting(200, "passes over the synthetic images", low=0)
+    epochs: int = setting(200, "passes over the synthetic images", low=0, high=_MOST_STEPS)
     batch: int = setting(16, "images per step", low=1)
     optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
     lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0)
@@ -184,7 +187,7 @@ class Refresh:
         "warm continues from the current images (Algorithm 1), cold from synthesis.start",
         choices=("warm", "cold"),
     )
-    steps: int = setting(0, "optimiser steps of a refresh; 0: as many as synthesis.steps", low=0)
+    steps: int = setting(0, "optimiser steps of a refresh; 0: as many as synthesis.steps", low=0, high=_MOST_STEPS)
     lr: float = setting(0.0, "learning rate of a refresh; 0: synthesis.lr", low=0.0)
 
 

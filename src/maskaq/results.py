@@ -191,9 +191,13 @@ def write_report(
     beside = path.with_suffix(".md")
     if problem := unwritable(path) or unwritable(beside):
         raise RunFolderError(problem)
+    if out and beside.exists() and page.MADE_BY.encode() not in beside.read_bytes()[:100]:
+        raise RunFolderError(
+            f"{beside}, where the page's Markdown would go, is there and is no report: choose another name than {path}"
+        )
     records = [_record(run, folder, device) for run, folder in zip(runs, folders, strict=True)]
-    runfolder.write_bytes_atomic(path, page.html(records).encode())
-    runfolder.write_bytes_atomic(beside, page.markdown(records).encode())
+    runfolder.write_bytes_atomic(path, page.html(records).encode(errors="backslashreplace"))
+    runfolder.write_bytes_atomic(beside, page.markdown(records).encode(errors="backslashreplace"))
     return path
 
 

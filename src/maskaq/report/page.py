@@ -46,6 +46,10 @@ def html(records: Sequence[Record]) -> str:
     )
 
 
+MADE_BY = "made by maskaq report"
+"""In the first line of the Markdown: such a file may be written anew."""
+
+
 def markdown(records: Sequence[Record]) -> str:
     return _environment(autoescape=False).get_template("report.md.j2").render(**_context(records, pictures=False))
 
@@ -66,6 +70,7 @@ def _environment(autoescape: bool) -> jinja2.Environment:
 def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]:
     names = charts.run_names(records)
     context: dict[str, Any] = {
+        "made_by": MADE_BY,
         "version": maskaq.__version__,
         "names": names,
         "records": records,

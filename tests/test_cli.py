@@ -438,7 +438,7 @@ MISTAKES = {
     ),
     "value out of range": (
         lambda f, p: quantize(f, p / "run", "--set", "synthesis.images=0"),
-        ["synthesis.images: expected a number at least 1, got 0"],
+        ["synthesis.images: expected a number from 1 to 10000000, got 0"],
     ),
     "unknown term": (
         lambda f, p: quantize(f, p / "run", "--set", "synthesis.terms.clas_prior=1"),

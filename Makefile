@@ -20,7 +20,8 @@ web: $(VENV)/ready
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# What only a CUDA GPU can show: compiled kernels, replayed steps. Some minutes, most of them compiling.
+# What only a CUDA GPU can show: compiled kernels, replayed steps. Some minutes, most of them compiling. Without
+# records of logging, of which a failure would print thousands of the compiler's.
 test-gpu: $(VENV)/ready
 	MASKAQ_TEST_GPU=1 $(BIN)/python -m pytest tests/test_cuda.py -p no:logging
 

@@ -435,25 +435,26 @@ def test_the_command_line_exports_verifies_and_measures(saved, tmp_path, capsys)
     assert "bit for bit" in capsys.readouterr().out and (tmp_path / "m.pt2").exists()
 
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "onnx_evaluate.py"
+
+
 @needs_onnx
 def test_the_example_evaluates_a_file_without_maskaq(vit, tmp_path):
-    example = Path(__file__).parent.parent / "examples" / "onnx_evaluate.py"
-    assert "import maskaq" not in example.read_text()
-    words = [sys.executable, str(example), str(vit[1]), str(data_of(tmp_path / "data", 4))]
+    assert "import maskaq" not in EXAMPLE.read_text()
+    words = [sys.executable, str(EXAMPLE), str(vit[1]), str(data_of(tmp_path / "data", 4))]
     told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "of 4 images" in told
 
 
 @needs_onnx
 def test_the_example_refuses_what_it_cannot_evaluate(vit, tmp_path):
-    example = Path(__file__).parent.parent / "examples" / "onnx_evaluate.py"
     empty, few = tmp_path / "empty", data_of(tmp_path / "few", 4)
     for folder in few.iterdir():
         (empty / folder.name).mkdir(parents=True)
         (empty / folder.name / ".DS_Store").touch()
     shutil.rmtree(next(few.iterdir()))
     for data, message in ((empty, "no images"), (few, "one for each is needed"), (tmp_path / "absent", "sub-folder")):
-        told = subprocess.run([sys.executable, str(example), str(vit[1]), str(data)], capture_output=True, text=True)
+        told = subprocess.run([sys.executable, str(EXAMPLE), str(vit[1]), str(data)], capture_output=True, text=True)
         assert told.returncode == 1 and message in told.stderr and "Traceback" not in told.stderr
 
 

@@ -128,5 +128,5 @@ def test_a_refresh_from_the_start_has_other_leaves(tmp_path):
     recipe = small_recipe("synthesis.start=leaves", "synthesis.steps=1", "refresh.steps=1", "refresh.start=cold")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     folder = RunFolder.read(tmp_path / "run")
-    first, second = (folder.load_shard(round, 0)["images"].float() for round in (0, 1))
+    first, second = (folder.load_shard(round, 0).tensors["images"].float() for round in (0, 1))
     assert (first - second).abs().mean() > 20

@@ -480,7 +480,7 @@ def test_noise_is_what_synthesis_starts_from_cut_to_pixels():
     assert torch.equal(got.images, moved.images)
 
 
-@pytest.mark.parametrize("moment", [("save_shard", 1, True), ("event", 2, False)], ids=["shards", "event"])
+@pytest.mark.parametrize("moment", [("write_shard", 1, True), ("event", 2, False)], ids=["shards", "event"])
 def test_a_killed_run_of_noise_goes_on_to_the_same_weights_and_images(tmp_path, moment):
     where, n, after = moment
     recipe = peer("noise")
@@ -539,7 +539,7 @@ def test_which_images_of_a_folder_are_taken_depends_on_the_seed(tmp_path, photos
 def test_a_killed_run_on_real_images_goes_on_and_needs_the_folder_no_more_once_it_has_its_images(tmp_path, photos):
     recipe = ceiling(photos)
     quantize(tiny_vit(), recipe, tmp_path / "straight")
-    where = ("maskaq.runfolder:RunFolder.save_shard", 1, True)
+    where = ("maskaq.runfolder:RunFolder.write_shard", 1, True)
     assert in_process(quantize_and_die, tmp_path / "run", recipe, 0.0, *where) == -signal.SIGKILL
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         hook(patch.setattr, "maskaq.calibration:Calibrator._step", 3, interrupt)

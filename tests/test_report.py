@@ -151,7 +151,7 @@ def test_collecting_leaves_the_models_as_they_were(vit):
     models = {"teacher": opened.teacher(), "searched": opened.searched(), "student": opened.calibrated()}
     before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
     names = {name: [n for n, _ in model.named_modules()] for name, model in models.items()}
-    collect.collect(opened.recipe, 0, collect.images_of_rounds(RunFolder.read(vit), opened.recipe), **models)
+    collect.collect(opened.recipe, 0, collect.images_of_rounds(RunFolder.read(vit), opened.recipe), models)
     for name, model in models.items():
         assert [n for n, _ in model.named_modules()] == names[name]
         assert all(torch.equal(value, before[name][key]) for key, value in model.state_dict().items())

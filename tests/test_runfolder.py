@@ -15,6 +15,8 @@ from torch import Tensor
 from maskaq import runfolder
 from maskaq.errors import RunFolderError
 from maskaq.runfolder import (
+    Checkpoint,
+    DamagedError,
     RunFolder,
     flatten_state,
     read_tensors,
@@ -169,7 +171,7 @@ def test_a_truncated_tensor_file_is_noticed(tmp_path, size):
     path = tmp_path / "x.safetensors"
     write_tensors(path, {"w": torch.arange(4.0)})
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(RunFolderError, match="x.safetensors is damaged .* made anew"):
+    with pytest.raises(RunFolderError, match="x.safetensors is damaged .* from a copy"):
         read_tensors(path)
 
 
@@ -192,7 +194,8 @@ def test_a_new_folder_holds_identity_facts_and_recipe(tmp_path):
     with RunFolder.open(tmp_path / "a/b", IDENTITY, "x = 1\n", {"torch": "2.9"}) as run:
         assert run.identity == IDENTITY and run.facts == {"torch": "2.9"}
     found = json.loads((tmp_path / "a/b/run.json").read_text())
-    assert found == {"format": 1, "identity": IDENTITY, "facts": {"torch": "2.9"}}
+    assert len(found.pop("sha256")) == 64
+    assert found == {"format": 2, "identity": IDENTITY, "facts": {"torch": "2.9"}}
     assert (tmp_path / "a/b/recipe.toml").read_text() == "x = 1\n"
 
 
@@ -267,7 +270,23 @@ def test_a_run_killed_before_its_first_file_was_whole_starts_anew(tmp_path):
     assert names(tmp_path) == [".lock", ".lock.pid", "recipe.toml", "run.json"]
 
 
-@pytest.mark.parametrize("content", ["", '{"format": 1, "iden', "[]", "{}", '{"format": 1}', "\udcff"])
+def test_every_change_of_run_json_is_noticed(run):
+    """`maskaq calibrate` takes the recipe from it: a changed digit would be another run."""
+    run.close()
+    path = run.root / "run.json"
+    whole = path.read_bytes()
+    for byte in range(len(whole)):
+        path.write_bytes(whole)
+        flip_bit(path, byte)
+        try:
+            reopen(run.root).close()
+        except RunFolderError as error:
+            assert "run.json" in str(error)
+        else:
+            assert json.loads(path.read_bytes()) == json.loads(whole)  # white space
+
+
+@pytest.mark.parametrize("content", ["", '{"format": 2, "iden', "[]", "{}", '{"format": 2}', "\udcff", "[" * 10**5])
 def test_a_damaged_run_json_is_named(run, content):
     run.close()
     (run.root / "run.json").write_bytes(content.encode(errors="surrogateescape"))
@@ -278,9 +297,21 @@ def test_a_damaged_run_json_is_named(run, content):
 
 def test_another_format_is_refused_by_name(run):
     run.close()
-    write_json_atomic(run.root / "run.json", {"format": 2})
-    with pytest.raises(RunFolderError, match="run.json has format 2, this maskaq works with format 1"):
+    write_json_atomic(run.root / "run.json", {"format": 3})
+    with pytest.raises(RunFolderError, match="run.json has format 3, this maskaq works with format 2"):
         reopen(run.root)
+
+
+def test_a_run_of_0_1_0_can_be_read_but_not_continued(run):
+    run.close()
+    write_json_atomic(run.root / "run.json", {"format": 1, "identity": IDENTITY, "facts": {}})
+    write_tensors(run.root / "images/round_00/shard_0000.safetensors", {"images": torch.ones(3)})
+    old = RunFolder.read(run.root)
+    assert old.identity == IDENTITY and old.shards(0) == [0]
+    assert torch.equal(old.load_shard(0, 0).tensors["images"], torch.ones(3))
+    for call in (reopen, lambda root: RunFolder.check(root, IDENTITY)):
+        with pytest.raises(RunFolderError, match=r"0\.1\.0.* not continued"):
+            call(run.root)
 
 
 def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
@@ -293,9 +324,8 @@ def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
     for write in (
         lambda: reader.write_json("metrics.json", {}),
         lambda: reader.event(kind="x"),
-        lambda: reader.save_shard(0, 0, {"x": torch.ones(1)}),
-        lambda: reader.drop_shard(0, 0),
-        lambda: reader.save_checkpoint({}, {}),
+        lambda: reader.write_shard(0, 0, b""),
+        lambda: reader.save_checkpoint(Checkpoint(1, {}, "", [])),
     ):
         with pytest.raises(RunFolderError, match="reading only"):
             write()
@@ -344,120 +374,152 @@ def test_a_damaged_event_in_the_middle_is_named(run):
 # ---- shards
 
 
-def shard_path(run: RunFolder, number: int = 0) -> Path:
-    return run.path(f"images/round_00/shard_{number:04d}.safetensors")
+def save_shard(run: RunFolder, round: int, shard: int, tensors: dict, **about) -> Path:
+    run.write_shard(round, shard, run.seal_shard(round, shard, tensors, **about))
+    return run.path(f"images/round_{round:02d}/shard_{shard:04d}.safetensors")
 
 
-def test_shards_come_back_with_count_and_extra_in_the_manifest(run):
+def test_shards_come_back_with_what_they_say_of_themselves(run):
     images = {"images": torch.rand(5, 3, 4, 4), "labels": torch.arange(5)}
-    run.save_shard(0, 2, images, discarded=1)
-    run.save_shard(0, 0, images)
+    save_shard(run, 0, 2, images, student="abc", lost=[11])
+    save_shard(run, 0, 0, images)
     assert run.shards(0) == [0, 2] and run.shards(1) == []
-    assert run.has_shard(0, 2) and not run.has_shard(0, 1) and not run.has_shard(1, 2)
     loaded = RunFolder.read(run.root).load_shard(0, 2)
-    assert all(torch.equal(loaded[name], images[name]) for name in images)
-    entry = run.manifest(0)["shard_0002.safetensors"]
-    assert entry["count"] == 5 and entry["discarded"] == 1 and len(entry["sha256"]) == 64
+    assert all(torch.equal(loaded.tensors[name], images[name]) for name in images)
+    assert loaded.student == "abc" and loaded.lost == [11] and len(loaded.digest) == 64
+    assert loaded.digest == runfolder.digest_of(run.seal_shard(0, 2, images, "abc", [11]))
 
 
-def test_a_shard_without_manifest_entry_does_not_exist(run, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "_write_manifest", raises_os_error(errno.EIO))
-        with pytest.raises(OSError):
-            run.save_shard(0, 0, {"x": torch.ones(2)})
-    assert shard_path(run).exists() and not run.has_shard(0, 0) and run.shards(0) == []
-    with pytest.raises(RunFolderError, match="not in the manifest"):
+def test_equal_shards_have_equal_digests_and_others_have_others(run):
+    ones = {"x": torch.ones(3)}
+    same, again, *others = (
+        runfolder.digest_of(run.seal_shard(*where, tensors, student))
+        for where, tensors, student in (
+            ((0, 0), ones, "a"),
+            ((0, 0), ones, "a"),
+            ((0, 1), ones, "a"),
+            ((1, 0), ones, "a"),
+            ((0, 0), ones, "b"),
+            ((0, 0), {"x": torch.zeros(3)}, "a"),
+        )
+    )
+    assert same == again and len({same, *others}) == 5
+
+
+@pytest.mark.parametrize("damage", [lambda path: flip_bit(path, -7), lambda path: os.truncate(path, 300)])
+def test_a_damaged_shard_is_named(run, damage):
+    path = save_shard(run, 0, 0, {"x": torch.ones(100)})
+    damage(path)
+    with pytest.raises(DamagedError, match=r"shard_0000.safetensors is damaged \(.*digest"):
         run.load_shard(0, 0)
-    run.save_shard(0, 0, {"x": torch.ones(2)})
-    assert run.has_shard(0, 0)
-
-
-def test_a_kill_while_a_shard_is_replaced_leaves_no_mismatched_pair(run, monkeypatch):
-    run.save_shard(0, 0, {"x": torch.zeros(2)})
-    written = []
-
-    def stop_before_the_second_manifest(self: RunFolder, round: int, manifest: dict) -> None:
-        if written:
-            raise KeyboardInterrupt
-        written.append(manifest)
-        self.write_json(f"images/round_{round:02d}/manifest.json", manifest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "_write_manifest", stop_before_the_second_manifest)
-        with pytest.raises(KeyboardInterrupt):
-            run.save_shard(0, 0, {"x": torch.ones(2)})
-    assert not run.has_shard(0, 0)
-
-
-def test_a_flipped_bit_in_a_shard_is_noticed_and_both_sums_named(run):
-    run.save_shard(0, 0, {"x": torch.ones(100)})
-    flip_bit(shard_path(run), -7)
-    assert run.has_shard(0, 0)  # the size is right; loading is what verifies
-    expected = run.manifest(0)["shard_0000.safetensors"]["sha256"][:12]
-    with pytest.raises(
-        RunFolderError, match=rf"shard_0000.safetensors is damaged \(sha256 {expected}\.\.\. .*made anew"
-    ):
+    path.unlink()
+    with pytest.raises(RunFolderError, match=r"shard_0000.safetensors is missing"):
         run.load_shard(0, 0)
 
 
-def test_a_truncated_shard_is_to_be_made_anew(run):
-    run.save_shard(0, 0, {"x": torch.ones(100)})
-    os.truncate(shard_path(run), 300)
-    assert not run.has_shard(0, 0)
-    with pytest.raises(RunFolderError, match=r"shard_0000.safetensors is damaged \(\d+ bytes expected, 300 found\)"):
+def test_a_shard_in_a_place_that_is_not_its_own_is_named(run, tmp_path):
+    here = save_shard(run, 0, 0, {"x": torch.ones(3)})
+    with RunFolder.open(tmp_path / "other", {**IDENTITY, "seed": 1}) as other:
+        foreign = save_shard(other, 0, 0, {"x": torch.ones(3)})
+    for wrong in (save_shard(run, 0, 1, {"x": torch.ones(3)}), save_shard(run, 1, 0, {"x": torch.ones(3)}), foreign):
+        here.write_bytes(wrong.read_bytes())
+        with pytest.raises(DamagedError, match="another run, or of another place"):
+            run.load_shard(0, 0)
+    write_tensors(here, {"x": torch.ones(3)}, {"note": "sealed, and no shard"})
+    with pytest.raises(DamagedError, match="no shard"):
         run.load_shard(0, 0)
-
-
-def test_a_deleted_or_dropped_shard_is_made_anew(run):
-    for remove in (shard_path(run).unlink, lambda: run.drop_shard(0, 0)):
-        run.save_shard(0, 0, {"x": torch.ones(2)})
-        remove()
-        assert not run.has_shard(0, 0) and not shard_path(run).exists()
-    assert run.manifest(0) == {}
-    run.drop_shard(3, 3)  # nothing there, nothing to do
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"shard_0000.safetensors": 1}', '{"shard_0000.safetensors": {}}'])
-def test_a_damaged_manifest_is_named(run, content):
-    run.save_shard(0, 0, {"x": torch.ones(2)})
-    run.path("images/round_00/manifest.json").write_text(content)
-    with pytest.raises(RunFolderError, match="manifest.json is damaged .* delete .*round_00 and run"):
-        run.has_shard(0, 0)
 
 
 # ---- checkpoints
 
 
+def checkpoint(epoch: int, value: float = 1.0) -> Checkpoint:
+    return Checkpoint(epoch, {"w": torch.full((2,), value)}, "{}", ["a", "b"])
+
+
 def test_the_newest_checkpoint_is_loaded_and_two_are_kept(run):
     assert run.load_checkpoint() is None
-    for step in range(4):
-        path = run.save_checkpoint({"w": torch.full((2,), float(step))}, {"step": step, "loss": 0.1})
-        assert path.exists() and len(names(path.parent)) == min(step + 1, 2)
-    tensors, progress = RunFolder.read(run.root).load_checkpoint()
-    assert progress == {"step": 3, "loss": 0.1} and torch.equal(tensors["w"], torch.full((2,), 3.0))
+    for epoch in range(1, 5):
+        path = run.save_checkpoint(checkpoint(epoch, float(epoch)))
+        assert path.exists() and len(names(path.parent)) == min(epoch, 2)
+    found = RunFolder.read(run.root).load_checkpoint()
+    assert found is not None and torch.equal(found.tensors["w"], torch.full((2,), 4.0))
+    assert (found.epoch, found.layout, found.shards) == (4, "{}", ["a", "b"])
+    assert run.load_checkpoint(2) is None and run.load_checkpoint(3).epoch == 3
+
+
+def test_checkpoints_that_are_still_needed_are_kept(run):
+    for epoch in range(1, 6):
+        run.save_checkpoint(checkpoint(epoch), keep=(2,))
+    assert list(run.checkpoints()) == [2, 4, 5]
+    run.drop_checkpoints(keep=[5])
+    assert list(run.checkpoints()) == [5]
 
 
 def test_a_failed_checkpoint_leaves_the_earlier_ones(run, monkeypatch):
-    for step in range(2):
-        run.save_checkpoint({"w": torch.ones(2)}, {"step": step})
+    for epoch in (1, 2):
+        run.save_checkpoint(checkpoint(epoch))
     monkeypatch.setattr(os, "replace", raises_os_error(errno.ENOSPC))
     with pytest.raises(RunFolderError, match="disk full"):
-        run.save_checkpoint({"w": torch.ones(2)}, {"step": 2})
-    assert run.load_checkpoint()[1] == {"step": 1} and len(names(run.path("checkpoints"))) == 2
+        run.save_checkpoint(checkpoint(3))
+    assert run.load_checkpoint().epoch == 2 and len(names(run.path("checkpoints"))) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda path: flip_bit(path, -1), lambda path: os.truncate(path, 40)])
 def test_a_damaged_checkpoint_is_named_and_deleting_it_goes_back_one(run, damage):
-    older = run.save_checkpoint({"w": torch.ones(2)}, {"step": 0})
-    newer = run.save_checkpoint({"w": torch.ones(2)}, {"step": 1})
+    older, newer = run.save_checkpoint(checkpoint(1)), run.save_checkpoint(checkpoint(2))
     damage(newer)
-    with pytest.raises(RunFolderError, match=rf"{newer.name} is damaged .* delete that file .* {older.name}"):
+    with pytest.raises(DamagedError, match=rf"{newer.name} is damaged .* delete it .* {older.name}"):
         run.load_checkpoint()
     newer.unlink()
-    assert run.load_checkpoint()[1] == {"step": 0}
+    assert run.load_checkpoint().epoch == 1
     damage(older)
-    with pytest.raises(RunFolderError, match=rf"{older.name} is damaged .* goes back to the start"):
+    with pytest.raises(DamagedError, match=rf"{older.name} is damaged .* the start"):
         run.load_checkpoint()
+
+
+def test_a_file_that_is_no_checkpoint_of_this_run_is_named(run, tmp_path):
+    path = run.save_checkpoint(checkpoint(1))
+    sound = path.read_bytes()
+    run.save_checkpoint(checkpoint(2)).write_bytes(sound)  # of another epoch
+    with pytest.raises(DamagedError, match="another epoch"):
+        run.load_checkpoint()
+    write_tensors(run.path("checkpoints/checkpoint_000002.safetensors"), {"w": torch.ones(1)}, {"note": "sealed"})
+    with pytest.raises(DamagedError, match="no checkpoint"):
+        run.load_checkpoint()
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("name", ["a.json", "folder", "folder/a.json"])
+def test_nothing_below_a_run_folder_may_be_a_link(run, tmp_path, name):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/a.json").write_text("{}")
+    place = run.root / name.split("/")[0]
+    place.symlink_to(tmp_path / "outside" / ("a.json" if place.suffix else "."))
+    for use in (run.path, run.read_json, run.read_text, lambda name: run.write_json(name, {"x": 1})):
+        with pytest.raises(RunFolderError, match=f"{place.name} is not used: .*symbolic link"):
+            use(name)
+    assert (tmp_path / "outside/a.json").read_text() == "{}"
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_written_through(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".a.bin.{os.getpid()}.tmp").symlink_to(victim)
+    write_bytes_atomic(tmp_path / "a.bin", b"new")
+    (tmp_path / f".folder.{os.getpid()}.tmp").symlink_to(tmp_path)
+    runfolder.write_folder_atomic(tmp_path / "folder", {"victim": b"new"})
+    assert victim.read_text() == "precious" and (tmp_path / "folder/victim").read_bytes() == b"new"
+
+
+def test_the_folder_itself_may_be_reached_through_a_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    with reopen(tmp_path / "run") as run:
+        run.event(n=1)
+    assert (tmp_path / "disk/events.jsonl").exists()
 
 
 # ---- nested state
@@ -514,9 +576,9 @@ def test_an_optimiser_saved_in_a_checkpoint_continues_bit_for_bit(run, make):
     for seed in range(3):
         step(model, optimiser, seed)
     tensors, meta = flatten_state({"model": dict(model.state_dict()), "optimiser": optimiser.state_dict()})
-    run.save_checkpoint(tensors, {"step": 3, "state": meta})
-    saved, progress = run.load_checkpoint()
-    state = restore_state(saved, progress["state"])
+    run.save_checkpoint(Checkpoint(3, tensors, meta, []))
+    saved = run.load_checkpoint()
+    state = restore_state(saved.tensors, saved.layout)
     assert same(state["optimiser"], optimiser.state_dict())
 
     model_2 = torch.nn.Linear(4, 2)

@@ -11,8 +11,9 @@ from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import SynthesisError
 from maskaq.losses import terms
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView, TermSpec, synthesis_term
-from maskaq.run import quantize, weights_digest
+from maskaq.run import quantize
 from maskaq.runfolder import RunFolder
+from maskaq.stored import state_digest
 from maskaq.synthesis import Synthesizer, synthesize
 
 NO_JITTER = ("synthesis.roll=0", "synthesis.noise=0", "synthesis.colour=0")
@@ -163,10 +164,10 @@ def test_no_gradient_reaches_a_parameter_of_teacher_or_student(build, monkeypatc
     make.student.register_forward_pre_hook(
         lambda *_: trains.append(any(p.requires_grad for m in (make.teacher, make.student) for p in m.parameters()))
     )
-    before = [weights_digest(model) for model in (make.teacher, make.student)]
+    before = [state_digest(model.state_dict()) for model in (make.teacher, make.student)]
     make(numbers(4))
     assert trains == [False] * 3
-    assert [weights_digest(model) for model in (make.teacher, make.student)] == before
+    assert [state_digest(model.state_dict()) for model in (make.teacher, make.student)] == before
     assert all(p.grad is None for model in (make.teacher, make.student) for p in model.parameters())
     assert all(p.requires_grad for p in make.student.parameters())  # again, for the calibration to come
     assert not [m for model in (make.teacher, make.student) for m in model.modules() if m._forward_hooks]
@@ -226,7 +227,7 @@ def test_a_run_goes_on_without_the_images_it_may_lose_and_writes_down_which(tmp_
     result = quantize(tiny_vit(), recipe, tmp_path / "run", device="cpu")
     assert result.images.indices.tolist() == [0, 1, 2, 4, 5, 6]
     run = RunFolder.read(tmp_path / "run")
-    assert sorted(n for entry in run.manifest(0).values() for n in entry["lost"]) == [3, 7]
+    assert sorted(n for shard in run.shards(0) for n in run.load_shard(0, shard).lost) == [3, 7]
     assert sorted(n for e in run.events() if e["stage"] == "synthesize" and not e["round"] for n in e["lost"]) == [3, 7]
 
 

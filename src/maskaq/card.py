@@ -125,7 +125,21 @@ def _made(config: dict[str, Any]) -> str:
     if made.get("recipe"):
         lines.append("* recipe: `made.recipe` in `config.json`")
     lines.append(f"* saved with maskaq {config['maskaq_version']}")
+    lines += _handover(_object(made.get("handover")))
     return "\n".join(lines) + "\n"
+
+
+def _handover(found: dict[str, Any]) -> list[str]:
+    """What calibration did to the model, on images that it did not see."""
+    figures = [found.get(key) for key in ("start", "end")]
+    if not all(isinstance(figure, int | float) for figure in figures):
+        return []
+    which = {"start": "**the model before calibration, which was better**", "end": "the calibrated model"}
+    return [
+        f"* handed over: {which.get(str(found.get('kept')), 'not recorded')} (KL to the full-precision model on "
+        f"{found.get('images')} synthetic images that calibration did not see: {figures[0]:.4g} before, "
+        f"{figures[1]:.4g} after)"
+    ]
 
 
 def _limits() -> str:

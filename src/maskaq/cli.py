@@ -132,12 +132,16 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
         _device_option(sub)
         if name == "quantize":
+            _end_options(sub)
             _data_options(sub, required=False)
+        else:
+            sub.set_defaults(keep="better", no_report=True)
 
     sub = command("calibrate", "go on with a run folder: calibration, refreshes, final model")
     sub.add_argument("folder", metavar="RUN", help="run folder of `synthesize` or `quantize`")
     sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
     _device_option(sub)
+    _end_options(sub)
     _data_options(sub, required=False)
 
     sub = command(
@@ -220,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int, default=0)
     _set_option(sub)
     _device_option(sub)
+    _end_options(sub)
     return parser
 
 
@@ -265,6 +270,17 @@ def _device_option(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--plain", action="store_true", help="every step as it is written, in float32: for comparison, and if in doubt"
     )
+
+
+def _end_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--keep",
+        choices=("better", "last"),
+        default="better",
+        help="better: hand over the model before calibration if calibration made it worse on synthetic images that it "
+        "did not see; last: the last epoch's in any case (default: better)",
+    )
+    sub.add_argument("--no-report", action="store_true", help="skip the report and its measurements")
 
 
 def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:

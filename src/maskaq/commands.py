@@ -114,8 +114,15 @@ def _run(
             only_images=only_images,
             forecast=True,
             fast=False if args.plain else None,
+            keep=args.keep,
+            report=not args.no_report,
         )
-        table = results.compare(results.open_run(args.out), batches, device=device, watch=watch) if batches else None
+        # The teacher is where this command has it, which may be elsewhere than when the run was finished.
+        table = None
+        if batches:
+            opened = results.open_run(args.out)
+            opened = replace(opened, source=opened.source | source)
+            table = results.compare(opened, batches, device=device, watch=watch)
     console.print()
     if only_images:
         console.print(f"images are in {args.out}; go on with: maskaq calibrate {shlex.quote(args.out)}")
@@ -126,7 +133,8 @@ def _run(
         console.print(draw.what_was_won_back(table))
         results.write_metrics(args.out, table, args.data)
     console.print(f"quantized model: {args.out}/{runfolder.QUANTIZED}   ({draw.duration(time.monotonic() - began)})")
-    _write_report(args.out, console, device)
+    if not args.no_report:
+        _write_report(args.out, console, device)
     if not table:
         console.print(f"evaluate it with: maskaq evaluate {shlex.quote(args.out)} --data DIR")
 
@@ -334,7 +342,9 @@ def demo(args: argparse.Namespace, console: Console) -> None:
 def _write_report(folder: str, console: Console, device: torch.device) -> None:
     """The page of a run that went well: a missing library must not make it look like one that failed."""
     try:
-        console.print(f"report: {results.write_report(folder, device=device)}")
+        with draw.watch_for(console) as watch:
+            page = results.write_report(folder, device=device, watch=watch)
+        console.print(f"report: {page}")
     except MaskaqError as error:
         console.print(f"no report: {error}")
 

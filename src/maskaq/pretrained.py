@@ -103,13 +103,9 @@ def is_pretrained(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
-def is_sound(folder: str | Path) -> bool:
-    """Whether a folder holds what was saved, to the bit."""
-    try:
-        _read(Path(folder))
-    except MaskaqError:
-        return False
-    return True
+def read_config(folder: str | Path, sound: bool = False) -> dict[str, Any]:
+    """The config of a saved model; with `sound`, PretrainedError unless the folder holds what was saved, to the bit."""
+    return _read(Path(folder))[0] if sound else _read_config(Path(folder))
 
 
 def write(
@@ -475,7 +471,7 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return runfolder.read_regular(path)
     except FileNotFoundError:
         raise PretrainedError(f"{path} is missing: {_EXPECTED}") from None
     except OSError as error:

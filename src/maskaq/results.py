@@ -17,12 +17,13 @@ from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFold
 from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild
-from maskaq.pretrained import add_metrics, from_pretrained
+from maskaq.pretrained import add_metrics, from_pretrained, read_config
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import Record
-from maskaq.run import own_torch_modes, pick_device, range_images, saved_state, weights_digest
+from maskaq.run import own_torch_modes, pick_device, range_images, saved_state
 from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
+from maskaq.stored import first_images, latest_images, state_digest
 from maskaq.watch import Watch
 
 PAGE_FILE = "report.html"
@@ -47,7 +48,7 @@ class OpenedRun:
     @cached_property
     def _teacher(self) -> nn.Module:
         model = load_model(self.source["name"], self.source["checkpoint"], self.source["args"])
-        if weights_digest(model) != RunFolder.read(self.folder).identity["model"]["weights"]:
+        if state_digest(model.state_dict()) != RunFolder.read(self.folder).identity["model"]["weights"]:
             raise CheckpointError(
                 f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
                 f"{self.folder} was made; give the run the file it was made from"
@@ -67,26 +68,20 @@ class OpenedRun:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher, run = self.teacher(), RunFolder.read(self.folder)
         student = quantized_twin(teacher, scheme)
-        images = collect.first_images(run, 0, self.recipe.quantization.range_images)
-        if images is None:
-            raise RunFolderError(f"{self.folder} has no images of its first round any more, which set the ranges")
+        images = first_images(run, self.recipe.quantization.range_images)
         init_ranges_(student, range_images(teacher, images, self.recipe), scheme)
         return student
 
     @own_torch_modes()
     def calibrated(self) -> nn.Module:
-        """The calibrated model of the last epoch, as `maskaq.from_pretrained` gives it. Needs no teacher."""
-        if not (self.folder / QUANTIZED).exists():
-            if (self.folder / "model.safetensors").exists():
-                raise RunFolderError(
-                    f"{self.folder} has its model in the form of an older maskaq; it is brought into today's, in a "
-                    f"moment, by: {_calibrate(self.folder)}"
-                )
+        """The model that the run handed over, as `maskaq.from_pretrained` gives it. Needs no teacher."""
+        path = RunFolder.read(self.folder).path(QUANTIZED)
+        if not path.exists():
             raise RunFolderError(
                 f"{self.folder} is not finished: run its command again to go on, or: {_calibrate(self.folder)}"
             )
         try:
-            model = from_pretrained(self.folder / QUANTIZED)
+            model = from_pretrained(path)
         except PretrainedError as error:
             raise PretrainedError(f"{error}; a sound one is made by: {_calibrate(self.folder)}") from error
         made: Any = model.maskaq_config
@@ -98,9 +93,15 @@ class OpenedRun:
             )
         return model
 
+    def handed_over(self) -> nn.Module:
+        """What `calibrated` was made from, with its quantizers: the student, or the start if that was better."""
+        path = RunFolder.read(self.folder).path(QUANTIZED)
+        kept = read_config(path)["made"].get("handover", {}).get("kept") if path.exists() else "end"
+        return self.searched() if kept == "start" else self.student()
+
     @own_torch_modes()
     def student(self) -> nn.Module:
-        """The student of the newest checkpoint, with its quantizers: what `calibrated` is made from."""
+        """The student of the newest checkpoint, with its quantizers."""
         saved = saved_state(RunFolder.read(self.folder))
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_calibrate(self.folder)}")
@@ -111,11 +112,7 @@ class OpenedRun:
 
     def images(self) -> SyntheticSet:
         """The synthetic images of the latest round that is there."""
-        run, rounds = RunFolder.read(self.folder), range(len(self.recipe.rounds))
-        latest = next((round for round in reversed(rounds) if run.shards(round)), None)
-        if latest is None:
-            raise RunFolderError(f"{self.folder} has no images; make them with: {_calibrate(self.folder)}")
-        return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(latest, shard)) for shard in run.shards(latest))
+        return latest_images(RunFolder.read(self.folder))
 
 
 def _calibrate(folder: Path) -> str:
@@ -164,8 +161,9 @@ def compare(
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
     """metrics.json of a run folder, and its model's card: what `compare` found, and on which images."""
     found = metrics(table, data)
-    runfolder.write_json_atomic(Path(folder) / METRICS_FILE, found)
-    add_metrics(Path(folder) / QUANTIZED, found)
+    run = RunFolder.read(folder)
+    runfolder.write_json_atomic(run.path(METRICS_FILE), found)
+    add_metrics(run.path(QUANTIZED), found)
 
 
 def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
@@ -175,7 +173,10 @@ def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
 
 
 def write_report(
-    *runs: OpenedRun | str | Path, out: str | Path | None = None, device: str | torch.device | None = None
+    *runs: OpenedRun | str | Path,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    watch: Watch | None = None,
 ) -> Path:
     """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
 
@@ -195,13 +196,15 @@ def write_report(
         raise RunFolderError(
             f"{beside}, where the page's Markdown would go, is there and is no report: choose another name than {path}"
         )
-    records = [_record(run, folder, device) for run, folder in zip(runs, folders, strict=True)]
+    records = [_record(run, folder, device, watch) for run, folder in zip(runs, folders, strict=True)]
     runfolder.write_bytes_atomic(path, page.html(records).encode(errors="backslashreplace"))
     runfolder.write_bytes_atomic(beside, page.markdown(records).encode(errors="backslashreplace"))
     return path
 
 
-def _record(run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None) -> Record:
+def _record(
+    run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, watch: Watch | None
+) -> Record:
     """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
     kept = collect.read(folder)
     if kept is not None:
@@ -214,14 +217,14 @@ def _record(run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.
     reasons: dict[str, None] = {}
     try:
         opened = run if isinstance(run, OpenedRun) else open_run(run)
-        for name in ("student", "teacher", "searched"):
+        for name, make in (("student", opened.handed_over), ("teacher", opened.teacher), ("searched", opened.searched)):
             try:
-                models[name] = getattr(opened, name)().to(pick_device(device))
+                models[name] = make().to(pick_device(device))
             except MaskaqError as error:
                 reasons[str(error)] = None
     except MaskaqError as error:
         reasons[str(error)] = None
-    collected, unfinished = collect.collect(recipe, seed, rounds, **models), _unfinished(folder, recipe)
+    collected, unfinished = collect.collect(recipe, seed, rounds, models, watch), _unfinished(folder, recipe)
     if not reasons and not unfinished:  # else a later try may find more
         collect.write(folder.root, collected)
     return Record(folder, collected, "; ".join(reasons), unfinished)
@@ -229,7 +232,7 @@ def _record(run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.
 
 def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
     """How far a run came that has no model yet; nothing for one that has."""
-    if folder.path(QUANTIZED).exists() or folder.path("model.safetensors").exists():  # the latter is an older maskaq's
+    if folder.path(QUANTIZED).exists():
         return ""
     try:
         saved = saved_state(folder)

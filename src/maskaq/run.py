@@ -1,13 +1,14 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
-import hashlib
+import json
 import operator
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,23 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq import pretrained, randomness, runfolder
+from maskaq import handover, pretrained, runfolder
 from maskaq.calibration import Calibrator
-from maskaq.config import Recipe, load_recipe, to_dict, to_toml
+from maskaq.config import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
 from maskaq.data import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
-from maskaq.errors import DeviceError, MaskaqError, ModelError, RecipeError, RunFolderError, SynthesisError
+from maskaq.errors import DeviceError, MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.folder import FolderImages
+from maskaq.handover import KEEP, WHICH
 from maskaq.models import expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
-from maskaq.report.record import STRIP_FILE
-from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
+from maskaq.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
+from maskaq.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
 from maskaq.synthesis import Synthesizer
 from maskaq.watch import Watch
 
-ImageSource = Synthesizer | FolderImages
+__all__ = ["Result", "noise", "quantize"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,13 @@ class Result:
     """What a run leaves behind."""
 
     model: nn.Module
-    """The calibrated student of the last epoch."""
+    """The quantized model that was handed over: of a run that was finished before, as it is saved in the folder."""
     folder: Path
-    images: SyntheticSet
-    """The synthetic images of the last round."""
+
+    @cached_property
+    def images(self) -> SyntheticSet:
+        """The synthetic images of the last round."""
+        return latest_images(RunFolder.read(self.folder))
 
 
 @contextmanager
@@ -77,6 +82,8 @@ def quantize(
     only_images: bool = False,
     forecast: bool = False,
     fast: bool | None = None,
+    keep: str = "better",
+    report: bool = True,
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
 
@@ -87,6 +94,9 @@ def quantize(
         only_images: stop after the first round of synthesis.
         forecast: tell the watch how long it will take, from a few steps.
         fast: False runs every step as it is written, in float32; by default a GPU runs it the fast way where it can.
+        keep: `better` hands over the start of calibration where that is the better model on synthetic images that
+            calibration did not see; `last` hands over the last epoch's in any case.
+        report: measure what a report needs of the models, at the end.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
@@ -95,10 +105,17 @@ def quantize(
     watch, seed = watch or Watch(), _whole_number(seed)
     if not isinstance(out, str | Path):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
+    if keep not in KEEP:
+        raise RecipeError(f"keep: expected one of {', '.join(KEEP)}, got {keep!r}")
     device = pick_device(device)
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    asked = identity(model, recipe, seed)
+    if not only_images and is_finished(out, asked, keep):
+        watch.note(f"{out} is finished: its model is made, nothing is left to do")
+        return Result(_saved_model(out, model).to(device), Path(out))
+
     teacher = teacher.to(device)
     student = quantized_twin(teacher, recipe.quantization)
     engine = pick_engine(device, fast, watch)
@@ -110,48 +127,70 @@ def quantize(
     calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
 
     about = facts(teacher, source, engine) | {"data_free": recipe.data_free}
-    settings = identity(model, recipe, seed), to_toml(recipe), about
     check_folder(recipe, out)
-    with RunFolder.open(out, *settings) as run:
+    with RunFolder.open(out, asked, to_toml(recipe), about) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
             watch.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
                 "run.json. Delete it to have it written anew"
             )
-        init_ranges_(student, noise(teacher, recipe.quantization.range_images, seed), recipe.quantization)
-        first_epoch = _restore(run, student, calibrator)
-        finished = first_epoch == recipe.calibration.epochs and pretrained.is_sound(run.path(QUANTIZED))
-        if finished:
-            watch.note(f"{out} is finished: its model is made, nothing is left to calibrate")
-        elif forecast and recipe.most_steps and isinstance(image_source, Synthesizer):  # it times steps
-            watch.forecast(_forecast(image_source, run, first_epoch, only_images))
-        images = None
+        history = StudentHistory(run, teacher, student, recipe, seed)
+        stored = StoredImages(run, image_source, history)
+        student.load_state_dict(history.first_student().state_dict())
+        history.epoch = _restore(run, student, calibrator)
+        if forecast and recipe.most_steps and isinstance(image_source, Synthesizer):  # it times steps
+            watch.forecast(_forecast(image_source, run, history.epoch, only_images, report))
         for round, epochs in enumerate(recipe.rounds):
-            if first_epoch >= epochs.stop and round < len(recipe.rounds) - 1:
+            if history.epoch >= epochs.stop > 0:
                 continue  # an earlier call finished this round
-            images = _images_of_round(run, image_source, round, recipe)
+            images = stored.of_round(round)
             if only_images:
-                break
-            if first_epoch == 0 and round == 0:
+                return Result(student, Path(out))
+            if history.epoch == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
-            left = range(max(first_epoch, epochs.start), epochs.stop)
+            left = range(max(history.epoch, epochs.start), epochs.stop)
             title = f"calibrate, round {round + 1} of {len(recipe.rounds)}"
             watch.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
             last_saved = time.monotonic()
             for epoch in left:
                 began = time.monotonic()
                 losses = calibrator.epoch(images, epoch)
+                history.epoch = epoch + 1
                 seconds = time.monotonic() - began
                 run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
-                if epoch == epochs.stop - 1 or time.monotonic() - last_saved > checkpoint_seconds:
-                    _checkpoint(run, student, calibrator, epoch + 1)
+                if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
+                    _checkpoint(run, student, calibrator, history.epoch, stored.digests[round])
                     last_saved = time.monotonic()
-        assert images is not None
-        if not only_images:
-            if not finished:
-                _save_model(run, student, source)
-            _collect_report(run, teacher, student, recipe, seed, watch)
-    return Result(model=student, folder=Path(out), images=images)
+        start = quantized_twin(teacher, recipe.quantization)
+        init_ranges_(
+            start, range_images(teacher, stored.first(recipe.quantization.range_images), recipe), recipe.quantization
+        )
+        chosen = _hand_over(run, teacher, start, student, source, keep, watch)
+        run.drop_checkpoints(keep=list(run.checkpoints())[-2:])
+        if report:
+            models = {"teacher": teacher, "searched": start, "student": chosen}
+            _collect_report(run, recipe, seed, models, watch)
+    return Result(model=chosen, folder=Path(out))
+
+
+def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str = "better") -> bool:
+    """Whether a folder holds the finished model of this very run. RunFolderError if it holds another run."""
+    if not Path(folder, "run.json").exists():
+        return False
+    RunFolder.check(folder, identity)
+    try:
+        config = pretrained.read_config(RunFolder.read(folder).path(QUANTIZED), sound=True)
+    except PretrainedError:
+        return False
+    made = config["made"]
+    same = all(made.get(key) == value for key, value in json.loads(json.dumps(identity)).items())
+    return same and (keep == "better" or made.get("handover", {}).get("kept") != "start")
+
+
+def _saved_model(folder: str | Path, model: nn.Module) -> nn.Module:
+    path = RunFolder.read(folder).path(QUANTIZED)
+    named = pretrained.read_config(path)["timm"] is not None
+    return pretrained.from_pretrained(path, None if named else model)
 
 
 def check_folder(recipe: Recipe, out: str | Path) -> None:
@@ -160,113 +199,66 @@ def check_folder(recipe: Recipe, out: str | Path) -> None:
         image_files(recipe.synthesis.folder, recipe.synthesis.images)
 
 
-def _images_of_round(run: RunFolder, source: ImageSource, round: int, recipe: Recipe) -> SyntheticSet:
-    """The round's images: shards that are there are read, others made. A warm refresh starts from the round before."""
-    config, work = recipe.synthesis, max(1, recipe.steps_in_round(round))
-    shards = list(enumerate(torch.arange(config.images).split(config.batch)))
-    there = {shard for shard, _ in shards if run.has_shard(round, shard)}
-    finished = sum(len(indices) for shard, indices in shards if shard in there)
-    title = f"{source.stage}, round {round + 1} of {len(recipe.rounds)}"
-    source.watch.stage(title, config.images * work, done=finished * work)
-    missing = [(shard, indices) for shard, indices in shards if shard not in there]
-    while missing:
-        together = source.shards_at_once(len(missing))
-        _make_shards(run, source, round, missing[:together])
-        missing = missing[together:]
-    sets = [SyntheticSet(**run.load_shard(round, shard)) for shard, _ in shards]
-    images = SyntheticSet.concatenate(sets)
-    lost_in_all = config.images - len(images)
-    if lost_in_all > config.max_lost * config.images or not len(images):
-        cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
-        if round:  # the round before went well with the same teacher: what is new is the calibrated student
-            refresh_lr = f", or refresh.lr (now {recipe.refresh.lr})" if recipe.refresh.lr else ""
-            cause = (
-                f"by round {round + 1} the student has probably diverged: lower calibration.lr "
-                f"(now {recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
-            )
-        raise SynthesisError(
-            f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
-            f"{config.max_lost} allows; {cause}, in a new run folder"
-        )
-    return images
-
-
-def _make_shards(run: RunFolder, source: ImageSource, round: int, shards: list[tuple[int, Tensor]]) -> None:
-    """Make some shards together and store each."""
-    began = time.monotonic()
-    before = [_before(run, source, round, shard) for shard, _ in shards]
-    known = [images for images in before if images is not None]
-    start = SyntheticSet.concatenate(known) if known else None
-    made = source(torch.cat([indices for _, indices in shards]), round, start)
-    seconds = (time.monotonic() - began) / len(shards)
-    _keep_strip(run, source, round, first=shards[0][0] == 0)
-    for shard, indices in shards:
-        part = made[torch.isin(made.indices, indices)]
-        lost = sorted(set(indices.tolist()) - set(part.indices.tolist()))
-        run.save_shard(round, shard, part.tensors(), count=len(part), lost=lost)
-        run.event(stage=source.stage, round=round, shard=shard, seconds=seconds, lost=lost, curves=source.curves)
-
-
-def _keep_strip(run: RunFolder, source: ImageSource, round: int, first: bool) -> None:
-    """One image of the round on its way: the first, or the first of a later shard where that one was lost."""
-    path, strip = run.path(STRIP_FILE.format(round=round)), source.strip
-    if strip is not None and (first or not path.exists()):
-        words = {"number": str(strip.number), "steps": " ".join(map(str, strip.steps))}
-        runfolder.write_tensors(path, {"images": strip.images}, words)
-
-
-def _before(run: RunFolder, source: ImageSource, round: int, shard: int) -> SyntheticSet | None:
-    """What a warm refresh of a shard starts from; None: it is made anew."""
-    if round == 0 or source.recipe.refresh.start == "cold":
-        return None
-    if not run.has_shard(round - 1, shard):  # it was damaged and deleted; the student it was made against is gone
-        source.watch.note(f"shard {shard} of round {round - 1} is not there any more: this one starts anew")
-        return None
-    return SyntheticSet(**run.load_shard(round - 1, shard))
-
-
 def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Tensor:
     """The first synthetic images, as the model takes them: they set the ranges that calibration starts from."""
     chosen = images[: recipe.quantization.range_images].to(next(teacher.parameters()).device)
     return geometry(teacher).normalise(to_pixels(chosen.images))
 
 
-def _save_model(run: RunFolder, student: nn.Module, source: dict[str, Any] | None) -> None:
+def _hand_over(
+    run: RunFolder,
+    teacher: nn.Module,
+    start: nn.Module,
+    end: nn.Module,
+    source: dict[str, Any] | None,
+    keep: str,
+    watch: Watch,
+) -> nn.Module:
+    """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
+    recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
+    found = None
+    if recipe.calibration.epochs:
+        found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep)
+        run.event(stage="hand over", **found.to_dict())
+        if found.end_is_worse:
+            watch.note(f"{found}. {WHICH[found.kept]}")
+    chosen = end if found is None or found.kept == "end" else start
+    _save_model(run, chosen, source, found)
+    return chosen
+
+
+def _save_model(
+    run: RunFolder, student: nn.Module, source: dict[str, Any] | None, found: handover.Handover | None
+) -> None:
     deployed = pretrained.as_deployed(student)
     named = source and (source.get("architecture") or {key: source[key] for key in ("name", "args") if key in source})
     architecture = pretrained.find_architecture(deployed, named)  # a model of the user's own may have none
     made = {**run.identity, "command": (source or {}).get("command"), **run.facts}
     made.pop("source", None)  # it has paths of this machine
+    if found is not None:
+        made["handover"] = {key: value for key, value in found.to_dict().items() if key != "seconds"}
     if run.path(METRICS_FILE).exists():  # measured before the folder was lost
         made["metrics"] = pretrained.metrics_to_show(run.read_json(METRICS_FILE))
     pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
 
 
-def _collect_report(
-    run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int, watch: Watch
-) -> None:
+def _collect_report(run: RunFolder, recipe: Recipe, seed: int, models: Mapping[str, nn.Module], watch: Watch) -> None:
     """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
     try:
-        first = collect.first_images(run, 0, recipe.quantization.range_images)
-        if run.path(collect.FACTS_FILE).exists() or first is None:
-            return
-        watch.note("measuring every layer for the report")
-        searched = quantized_twin(teacher, recipe.quantization)
-        init_ranges_(searched, range_images(teacher, first, recipe), recipe.quantization)
-        models = {"teacher": teacher, "searched": searched, "student": student}
-        collect.write(run.root, collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), **models))
+        collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, watch)
+        collect.write(run.root, collected)
     except (MaskaqError, RuntimeError) as error:
         watch.note(f"the run is finished, but nothing was collected for its report: {error}")
 
 
-def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int) -> None:
+def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int, shards: list[str]) -> None:
     ill = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
     if ill:
         what = f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first"
         raise calibrator.diverged(what)
     state = {"student": dict(student.state_dict()), "optimizer": calibrator.state_dict()}
-    tensors, layout = runfolder.flatten_state(state)
-    run.save_checkpoint(tensors, {"epoch": epoch, "layout": layout})
+    starts = [epochs.start for epochs in recipe_from_dict(run.identity["recipe"]).rounds]
+    run.save_checkpoint(Checkpoint(epoch, *runfolder.flatten_state(state), shards), keep=starts)
 
 
 def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
@@ -283,10 +275,7 @@ def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
 def saved_state(run: RunFolder) -> tuple[dict[str, Any], int] | None:
     """The latest checkpoint, as `_checkpoint` wrote it: states of student and optimiser, and the epochs done."""
     saved = run.load_checkpoint()
-    if saved is None:
-        return None
-    tensors, progress = saved
-    return runfolder.restore_state(tensors, progress["layout"]), int(progress["epoch"])
+    return None if saved is None else (runfolder.restore_state(saved.tensors, saved.layout), saved.epoch)
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -308,37 +297,24 @@ def _whole_number(seed: Any) -> int:
         raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
 
 
-def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool) -> float:
+def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool, report: bool) -> float:
     """Seconds that are left, roughly: a few steps are timed, and calibrating on an image costs about a step."""
     recipe = synthesizer.recipe
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
     for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
-            there = sum(entry["count"] for entry in run.manifest(round).values()) / recipe.synthesis.images
+            there = len(run.shards(round)) * recipe.synthesis.batch / recipe.synthesis.images
             steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
-    return synthesizer.seconds_per_image_step() * recipe.synthesis.images * steps
-
-
-def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
-    """n images of Gaussian noise, the student's first ranges before any image is made."""
-    facts, device = geometry(teacher), next(teacher.parameters()).device
-    keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
-    return randomness.normal(keys, facts.channels, *facts.image_size)
+    seconds = synthesizer.seconds_per_image_step() * recipe.synthesis.images * steps
+    if report and not only_images:
+        seconds += collect.forecast(synthesizer.student, recipe)
+    return seconds
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     """What makes a run this run: another of these is another folder."""
-    weights = {"class": type(model).__name__, "weights": weights_digest(model)}
+    weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
     return {"recipe": to_dict(recipe), "model": weights, "seed": seed}
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over the names and values of a model's state."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:

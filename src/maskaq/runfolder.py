@@ -3,12 +3,13 @@
     run.json                       what the run is (identity) and where it ran (facts)
     recipe.toml                    the recipe as text
     events.jsonl                   one JSON object per line, appended
-    images/round_00/               shard_0000.safetensors ... and manifest.json
-    checkpoints/                   the latest checkpoint and the one before
+    images/round_00/               shard_0000.safetensors ..., each with what it is and what it was made against
+    checkpoints/                   named by the epochs done: the latest, the one before, and the start of every round
     quantized/                     the result, and metrics.json its accuracy, written for the stages that make them
     .lock, .lock.pid               held by the one process that writes
 
 Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.
+Nothing below the folder may be a symbolic link: a folder from a stranger cannot lead a read or a write out of itself.
 """
 
 import ctypes
@@ -17,8 +18,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
@@ -31,20 +34,25 @@ from torch import Tensor
 
 from maskaq.errors import RunFolderError, unwritable
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that can be evaluated, reported and exported; only `FORMAT` can be continued."""
 
-_ANEW = "delete it and run the same command again: it is made anew"
+_RESTORE = "put the file back from a copy"
 _ZEROS = b"0" * 64
 # Inside a JSON string the quotes would be escaped, so in a header this matches our metadata entry and nothing else.
 _DIGEST = re.compile(rb'"digest":"([0-9a-f]{64})"')
 QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
+STRIP_FILE = "images/round_{round:02}/strip.safetensors"
+"""One image of a round on its way from its start."""
 
 # What a run killed before its run.json was in place may have left behind.
 _UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SHARD = re.compile(r"shard_(\d+)\.safetensors")
+_CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
 
 @contextmanager
@@ -65,9 +73,12 @@ def _explained(path: Path, needed: int = 4096) -> Iterator[None]:
         raise RunFolderError(message) from error
 
 
-def _damaged(path: Path, reason: object, remedy: str) -> RunFolderError:
-    """The error for a file that is there and is not what was written."""
-    return RunFolderError(f"{path} is damaged ({reason}): {remedy}")
+class DamagedError(RunFolderError):
+    """A file is there and is not what was written."""
+
+    def __init__(self, path: Path, reason: object, remedy: str) -> None:
+        super().__init__(f"{path} is damaged ({reason}): {remedy}")
+        self.path, self.reason = path, reason
 
 
 def _short(value: Any) -> Any:
@@ -82,15 +93,21 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     with _explained(path, len(data)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temp, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_new(temp, data)
             os.replace(temp, path)
         finally:
             with suppress(OSError):  # after the rename there is nothing left to remove
                 temp.unlink()
     _sync_folder(path.parent)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Writes a file that is not there yet, durably; whatever has its name, a link above all, is removed first."""
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
@@ -101,12 +118,11 @@ def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temp, ignore_errors=True)
+            if temp.is_symlink():
+                temp.unlink()
             temp.mkdir()
             for name, data in files.items():
-                with open(temp / name, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+                _write_new(temp / name, data)
             _sync_folder(temp)
             if path.exists():
                 _exchange(temp, path)
@@ -195,26 +211,51 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     write_bytes_atomic(path, seal(tensors, metadata or {}))
 
 
-def read_tensors(path: str | Path, remedy: str = _ANEW) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: str | Path, remedy: str = _RESTORE) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors (on the CPU) and metadata `write_tensors` put at path, every bit verified."""
     path = Path(path)
     return unseal(_read_bytes(path), path, remedy)
 
 
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file. OSError for a symbolic link, which is not followed, and for a pipe or a device."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, _ODD_FILE)
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        return file.read()
+
+
+_ODD_FILE = "it is a symbolic link, a pipe or a device: expected the file itself (`cp -rL` copies what links point to)"
+
+
+def own_path(root: Path, name: str) -> Path:
+    """The path of something below a folder. RunFolderError if a symbolic link, a pipe or a device is on the way."""
+    path = root
+    for part in Path(name).parts:
+        path = path / part
+        try:
+            mode = path.lstat().st_mode
+        except OSError:  # not there, so there is nothing to follow
+            break
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise RunFolderError(f"{path} is not used: {_ODD_FILE}")
+    return root / name
+
+
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunFolderError(f"{path} is missing: run the same command again, it makes what is not there") from None
+        raise RunFolderError(f"{path} is missing: {_RESTORE}") from None
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _read_json(path: Path, remedy: str = _ANEW) -> Any:
+def _read_json(path: Path, remedy: str = _RESTORE) -> Any:
     try:
         return json.loads(_read_bytes(path))
-    except ValueError as error:
-        raise _damaged(path, error, remedy) from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(path, error, remedy) from None
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -243,18 +284,25 @@ def unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dic
     end = min(8 + int.from_bytes(data[:8], "little"), len(data))
     found = _DIGEST.search(data, 8, end)
     if found is None:
-        raise _damaged(path, f"{len(data)} bytes, without the digest maskaq writes", remedy)
+        raise DamagedError(path, f"{len(data)} bytes, without the digest maskaq writes", remedy)
     digest = sha256(data[: found.start(1)] + _ZEROS)
     digest.update(memoryview(data)[found.end(1) :])
     if digest.hexdigest() != found[1].decode():
         expected = found[1].decode()
-        raise _damaged(path, f"digest {_short(expected)} expected, {_short(digest.hexdigest())} found", remedy)
+        raise DamagedError(path, f"digest {_short(expected)} expected, {_short(digest.hexdigest())} found", remedy)
     try:
         metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
         del metadata["digest"]
         return safetensors.torch.load(data), metadata
     except Exception as error:  # a digest that somebody else computed
-        raise _damaged(path, error, remedy) from error
+        raise DamagedError(path, error, remedy) from error
+
+
+def digest_of(sealed: bytes) -> str:
+    """The digest in a file that `seal` made."""
+    found = _DIGEST.search(sealed)
+    assert found is not None
+    return found[1].decode()
 
 
 def flatten_state(tree: Any) -> tuple[dict[str, Tensor], str]:
@@ -325,32 +373,52 @@ def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any]) -> Non
     raise RunFolderError("\n".join([*lines, advice]))
 
 
+def _run_json(run: dict[str, Any]) -> bytes:
+    """run.json with a digest of itself: what a run is must not change under it."""
+    return json_bytes({**run, "sha256": _digest_of_json(run)})
+
+
+def _digest_of_json(tree: Any) -> str:
+    return sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
 def _read_run(root: Path) -> dict[str, Any]:
-    """The content of run.json, checked to be of our format."""
-    path, remedy = root / "run.json", "put the file back from a copy, or start anew with another --out"
+    """The content of run.json, checked to be of our format and as it was written."""
+    path, remedy = own_path(root, "run.json"), f"{_RESTORE}, or start anew with another --out"
     run = _read_json(path, remedy)
     if not isinstance(run, dict) or "format" not in run:
-        raise _damaged(path, "no format", remedy)
-    if run["format"] != FORMAT:
+        raise DamagedError(path, "no format", remedy)
+    if run["format"] not in READABLE:
         raise RunFolderError(
             f"{path} has format {run['format']}, this maskaq works with format {FORMAT}: "
             "use the maskaq that made it, or choose another --out"
         )
+    found = run.pop("sha256", None)
+    if run["format"] == FORMAT and found != _digest_of_json(run):
+        raise DamagedError(path, "it is not what was written", remedy)
     if not isinstance(run.get("identity"), dict) or not isinstance(run.get("facts"), dict):
-        raise _damaged(path, "no identity or facts", remedy)
+        raise DamagedError(path, "no identity or facts", remedy)
     return run
+
+
+def _check_format(root: Path, run: dict[str, Any]) -> None:
+    if run["format"] != FORMAT:
+        raise RunFolderError(
+            f"{root} was made by maskaq 0.1.0: it can be evaluated, exported and reported, but not continued; "
+            "finish it with maskaq 0.1.0, or choose another --out"
+        )
 
 
 def _lock(root: Path) -> BaseFileLock:
     """The lock on root, held. It is the kernel's: it goes when its holder goes, however that ends."""
-    lock = FileLock(root / ".lock", timeout=0)
+    lock = FileLock(own_path(root, ".lock"), timeout=0)
     with _explained(root):
         try:
             lock.acquire()
         except Timeout:
             # The pid lives beside the lock, not in it: some versions of filelock empty a lock they fail to take.
             note = root / ".lock.pid"
-            pid = f" (pid {note.read_text()})" if note.exists() else ""
+            pid = f" (pid {read_regular(note).decode(errors='replace')})" if note.is_file() else ""
             message = f"another maskaq process{pid} is working in {root}: wait until it ends, or choose another --out"
             raise RunFolderError(message) from None
     return lock
@@ -382,10 +450,13 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
     path = root / "run.json"
     run = _read_run(root) if path.exists() else asked
+    _check_format(root, run)
     _check_identity(root, run["identity"], asked["identity"])
+    for name in ("events.jsonl", "images", "checkpoints", QUANTIZED, ".lock.pid"):
+        own_path(root, name)
     # Only now, as a folder that is refused stays as it is: clear away what a kill left half done.
-    with suppress(OSError):  # it only serves a message
-        (root / ".lock.pid").write_text(str(os.getpid()))
+    with suppress(RunFolderError):  # it only serves a message
+        write_bytes_atomic(root / ".lock.pid", str(os.getpid()).encode())
     with _explained(root):
         for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
             if not _is_being_written(temp):
@@ -394,11 +465,36 @@ def _start_or_resume(root: Path, asked: dict[str, Any]) -> dict[str, Any]:
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
             os.truncate(events, data.rfind(b"\n") + 1)
     if not path.exists():
-        write_json_atomic(path, run)
+        write_bytes_atomic(path, _run_json(run))
     elif asked["facts"] != [run["facts"], *run.get("resumed", [])][-1]:
         run = {**run, "resumed": [*run.get("resumed", []), asked["facts"]]}
-        write_json_atomic(path, run)
+        write_bytes_atomic(path, _run_json(run))
     return run
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A stored part of a round's images."""
+
+    tensors: dict[str, Tensor]
+    student: str
+    """Digest of the student it was made against."""
+    lost: list[int]
+    """Numbers of the images that became NaN or Inf."""
+    digest: str
+    """Of the file: equal shards have equal digests."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run can go on from."""
+
+    epoch: int
+    """Epochs that are done."""
+    tensors: dict[str, Tensor]
+    layout: str
+    shards: list[str]
+    """Digests of the shards that the latest of these epochs was calibrated on."""
 
 
 class RunFolder:
@@ -411,6 +507,8 @@ class RunFolder:
         sources = [facts.get("source") for facts in (run["facts"], *run.get("resumed", []))]
         self.source: dict[str, Any] | None = next((source for source in reversed(sources) if source), None)
         """What the model is and where its weights were when the run was last continued."""
+        self.digest = _digest_of_json(run["identity"])
+        """Of the identity: every shard and checkpoint carries it, so that none of another run is taken."""
         self._lock = lock
 
     @classmethod
@@ -445,14 +543,16 @@ class RunFolder:
         _check_ours(root)
         if problem := unwritable(root / "run.json"):
             raise RunFolderError(f"{problem}; choose another --out")
-        if os.path.isfile(root / "run.json"):
-            _check_identity(root, _read_run(root)["identity"], json.loads(json.dumps(identity)))
+        if os.path.lexists(root / "run.json"):
+            run = _read_run(root)
+            _check_format(root, run)
+            _check_identity(root, run["identity"], json.loads(json.dumps(identity)))
 
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":
         """The folder for reading only, without lock; another process may be at work in it."""
         root = Path(path)
-        if not os.path.isfile(root / "run.json"):
+        if not os.path.lexists(root / "run.json"):
             what = "is not a run folder" if root.exists() else "does not exist"
             raise RunFolderError(f"{root} {what}: expected the --out of an earlier run, with run.json in it")
         return cls(root, _read_run(root))
@@ -470,14 +570,14 @@ class RunFolder:
         self.close()
 
     def path(self, name: str) -> Path:
-        """Where the file called name is, or would be."""
-        return self.root / name
+        """Where the file called name is, or would be; RunFolderError if a symbolic link is on the way."""
+        return own_path(self.root, name)
 
     def _ours(self, name: str) -> Path:
         """The path of a file about to be written."""
         if self._lock is None:
             raise RunFolderError(f"cannot write {self.root / name}: the run folder is open for reading only")
-        return self.root / name
+        return self.path(name)
 
     def write_json(self, name: str, obj: Any) -> None:
         """Puts obj into the file called name, whole or not at all."""
@@ -485,11 +585,11 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """What `write_json` put into the file called name."""
-        return _read_json(self.root / name)
+        return _read_json(self.path(name))
 
     def read_text(self, name: str) -> str:
         """The file called name as text; bytes that are not UTF-8 come as question marks."""
-        return _read_bytes(self.root / name).decode(errors="replace")
+        return _read_bytes(self.path(name)).decode(errors="replace")
 
     # ---- events
 
@@ -505,101 +605,97 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """All events, oldest first, without a last line still being written or torn by a kill."""
-        path = self.root / "events.jsonl"
+        path = self.path("events.jsonl")
         *lines, _torn = _read_bytes(path).split(b"\n") if path.exists() else [b""]
         try:
             return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise _damaged(path, error, "remove the lines that are not JSON") from None
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(path, error, "remove the lines that are not JSON") from None
 
     # ---- shards of images
 
-    def _shard(self, round: int, shard: int) -> str:
-        return f"images/round_{round:02d}/shard_{shard:04d}.safetensors"
-
-    def manifest(self, round: int) -> dict[str, dict[str, Any]]:
-        """File name -> {"sha256", "bytes", "count", ...} of each shard of a round; what is not in it does not exist."""
-        path = self.root / f"images/round_{round:02d}/manifest.json"
-        remedy = f"delete {path.parent} and run the same command again: its images are made anew"
-        found = _read_json(path, remedy) if path.exists() else {}
-        if not isinstance(found, dict) or not all(
-            isinstance(entry, dict) and {"sha256", "bytes"} <= entry.keys() for entry in found.values()
-        ):
-            raise _damaged(path, "an entry without sha256 or bytes", remedy)
-        return found
-
-    def _write_manifest(self, round: int, manifest: dict[str, dict[str, Any]]) -> None:
-        self.write_json(f"images/round_{round:02d}/manifest.json", dict(sorted(manifest.items())))
-
-    def save_shard(self, round: int, shard: int, tensors: Mapping[str, Tensor], **extra: Any) -> None:
-        """Saves tensors that share their first dimension (the count); extra goes into the manifest."""
-        path = self._ours(self._shard(round, shard))
-        self.drop_shard(round, shard)  # or a kill between the two writes would leave an old entry with a new file
-        data = seal(tensors, {})
-        write_bytes_atomic(path, data)
-        entry = {"sha256": sha256(data).hexdigest(), "bytes": len(data), "count": len(next(iter(tensors.values())))}
-        self._write_manifest(round, {**self.manifest(round), path.name: {**entry, **extra}})
-
-    def load_shard(self, round: int, shard: int) -> dict[str, Tensor]:
-        """The tensors of a shard, verified against the manifest and the file's own digest."""
-        path = self.root / self._shard(round, shard)
-        entry = self.manifest(round).get(path.name)
-        if entry is None:
-            raise RunFolderError(
-                f"{path} is not in the manifest: run the same command again, it makes what is not there"
-            )
-        data = _read_bytes(path)
-        if len(data) != entry["bytes"]:
-            raise _damaged(path, f"{entry['bytes']} bytes expected, {len(data)} found", _ANEW)
-        if (found := sha256(data).hexdigest()) != entry["sha256"]:
-            raise _damaged(path, f"sha256 {_short(entry['sha256'])} expected, {_short(found)} found", _ANEW)
-        return unseal(data, path, _ANEW)[0]
-
     def shards(self, round: int) -> list[int]:
-        """The numbers of the shards of a round that are in the manifest and there with the right size."""
-        found = []
-        for name, entry in self.manifest(round).items():
-            path = self.root / f"images/round_{round:02d}" / name
-            if (match := _SHARD.fullmatch(name)) and path.is_file() and path.stat().st_size == entry["bytes"]:
-                found.append(int(match[1]))
-        return sorted(found)
+        """The numbers of the shards of a round that are there; `load_shard` says whether they are sound."""
+        folder = self.path(f"images/round_{round:02d}")
+        found = [match for name in (os.listdir(folder) if folder.is_dir() else ()) if (match := _SHARD.fullmatch(name))]
+        return sorted(int(match[1]) for match in found)
 
-    def has_shard(self, round: int, shard: int) -> bool:
-        """Whether a shard can be loaded, short of reading it: `load_shard` verifies its content."""
-        return shard in self.shards(round)
+    def seal_shard(
+        self, round: int, shard: int, tensors: Mapping[str, Tensor], student: str = "", lost: Sequence[int] = ()
+    ) -> bytes:
+        """The file of a shard: tensors that share their first dimension, and what they are."""
+        about = {"run": self.digest, "round": round, "shard": shard, "student": student, "lost": list(lost)}
+        return seal(tensors, {"shard": json.dumps(about, sort_keys=True)})
 
-    def drop_shard(self, round: int, shard: int) -> None:
-        """Makes a shard not exist, if it does."""
-        path = self._ours(self._shard(round, shard))
-        manifest = self.manifest(round)
-        if manifest.pop(path.name, None) is not None:
-            self._write_manifest(round, manifest)
-        with _explained(path):
-            path.unlink(missing_ok=True)
+    def write_shard(self, round: int, shard: int, sealed: bytes) -> None:
+        """Puts what `seal_shard` gave into its place."""
+        write_bytes_atomic(self._ours(_shard_name(round, shard)), sealed)
+
+    def load_shard(self, round: int, shard: int) -> Shard:
+        """A shard, verified to the bit. RunFolderError if it is not there, DamagedError if it is not as written."""
+        path = self.path(_shard_name(round, shard))
+        data = _read_bytes(path)
+        tensors, metadata = unseal(data, path, _RESTORE)
+        try:  # format 1 kept what a shard is in a file beside it
+            about = json.loads(metadata["shard"]) if metadata else {}
+        except (KeyError, ValueError, RecursionError) as error:
+            raise DamagedError(path, "it is no shard of images", _RESTORE) from error
+        expected = {"run": self.digest, "round": round, "shard": shard}
+        if about and any(about.get(key) != value for key, value in expected.items()):
+            raise DamagedError(path, "it is a shard of another run, or of another place in this one", _RESTORE)
+        return Shard(tensors, about.get("student", ""), about.get("lost", []), digest_of(data))
 
     # ---- checkpoints
 
-    def _checkpoints(self) -> list[Path]:
-        """The files of all checkpoints, oldest first."""
-        return sorted((self.root / "checkpoints").glob(f"checkpoint_{'[0-9]' * 6}.safetensors"))
+    def checkpoints(self) -> dict[int, Path]:
+        """Epochs done -> file, of all checkpoints, oldest first."""
+        folder = self.path("checkpoints")
+        found = [
+            match for name in (os.listdir(folder) if folder.is_dir() else ()) if (match := _CHECKPOINT.fullmatch(name))
+        ]
+        return {int(match[1]): folder / match[0] for match in sorted(found, key=lambda match: int(match[1]))}
 
-    def save_checkpoint(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> Path:
-        """Saves a checkpoint and gives its file; only this one and the one before are kept."""
-        before = self._checkpoints()
-        number = int(before[-1].stem.removeprefix("checkpoint_")) + 1 if before else 0
-        path = self._ours(f"checkpoints/checkpoint_{number:06d}.safetensors")
-        write_tensors(path, tensors, {"progress": json.dumps(progress)})
-        with _explained(path):
-            for old in before[:-1]:
-                old.unlink(missing_ok=True)
+    def save_checkpoint(self, checkpoint: Checkpoint, keep: Sequence[int] = ()) -> Path:
+        """Saves a checkpoint and gives its file. Of the others, the one before and those of the epochs `keep` stay."""
+        earlier = [epoch for epoch in self.checkpoints() if epoch < checkpoint.epoch]
+        path = self._ours(f"checkpoints/checkpoint_{checkpoint.epoch:06d}.safetensors")
+        about = {
+            "run": self.digest,
+            "epoch": checkpoint.epoch,
+            "shards": checkpoint.shards,
+            "layout": checkpoint.layout,
+        }
+        write_tensors(path, checkpoint.tensors, {"checkpoint": json.dumps(about)})
+        self.drop_checkpoints(keep=(*keep, *earlier[-1:], checkpoint.epoch))
         return path
 
-    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors and progress of the newest checkpoint, or None before the first. A damaged one is an error."""
-        files = self._checkpoints()
-        if not files:
+    def drop_checkpoints(self, keep: Sequence[int]) -> None:
+        """Deletes the checkpoints of all other epochs."""
+        for epoch, path in self.checkpoints().items():
+            if epoch not in keep:
+                with _explained(self._ours(f"checkpoints/{path.name}")):
+                    path.unlink(missing_ok=True)
+
+    def load_checkpoint(self, epoch: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint, or that of an epoch; None if there is none. A damaged one is an error."""
+        files = self.checkpoints()
+        if not files or (epoch is not None and epoch not in files):
             return None
-        back = f"the previous checkpoint, {files[-2].name}" if len(files) > 1 else "the start"
-        remedy = f"delete that file and run the same command again: the run goes back to {back}"
-        tensors, metadata = read_tensors(files[-1], remedy)
-        return tensors, json.loads(metadata["progress"])
+        number = max(files) if epoch is None else epoch
+        path = self.path(f"checkpoints/{files[number].name}")
+        earlier = [files[other].name for other in files if other < number]
+        back = f"the one before, {earlier[-1]}" if earlier else "the start"
+        remedy = f"{_RESTORE}; or delete it and run the same command again, which repeats the epochs since {back}"
+        tensors, metadata = read_tensors(path, remedy)
+        try:
+            about = json.loads(metadata["checkpoint"])
+            found = Checkpoint(about["epoch"], tensors, about["layout"], about["shards"])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise DamagedError(path, "it is no checkpoint", remedy) from error
+        if about.get("run") != self.digest or found.epoch != number:
+            raise DamagedError(path, "it is a checkpoint of another run, or of another epoch", remedy)
+        return found
+
+
+def _shard_name(round: int, shard: int) -> str:
+    return f"images/round_{round:02d}/shard_{shard:04d}.safetensors"

@@ -30,6 +30,7 @@ from maskaq.quant.twin import frozen, quantizers
 from maskaq.runfolder import RunFolder
 from maskaq.synthesis import Synthesizer
 from maskaq.taps import taps
+from maskaq.watch import Watch
 
 FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
 FORMAT = 1
@@ -64,20 +65,18 @@ def collect(
     recipe: Recipe,
     seed: int,
     rounds: Mapping[int, SyntheticSet],
-    *,
-    teacher: nn.Module | None = None,
-    searched: nn.Module | None = None,
-    student: nn.Module | None = None,
+    models: Mapping[str, nn.Module],
+    watch: Watch | None = None,
 ) -> Collected:
     """All that a report says of the models.
 
     Args:
         rounds: the first images of each round.
-        teacher: P; without it there are no sizes, no predictions, no attention and no sensitivity.
-        searched: Q before calibration.
-        student: Q after it; without it there are no sites.
+        models: `teacher` is P: without it there are no sizes, no predictions, no attention and no sensitivity.
+            `searched` is Q before calibration. `student` is Q after it: without it there are no sites.
     """
-    began = time.monotonic()
+    began, watch = time.monotonic(), watch or Watch()
+    teacher, searched, student = (models.get(name) for name in ("teacher", "searched", "student"))
     if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
         rounds = {round: replace(images, labels=torch.full_like(images.labels, -1)) for round, images in rounds.items()}
     images = rounds[max(rounds)]
@@ -89,15 +88,33 @@ def collect(
         facts["model"] = _model(teacher)
         facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
     if teacher is not None and searched is not None and student is not None:
-        models = {"teacher": teacher, "searched": searched, "student": student}
-        seen = {name: _look(model, images[:SAMPLED]) for name, model in models.items()}
+        watch.stage("measure layers for the report", _passes(student, len(images)))
+        seen = {name: _look(models[name], images[:SAMPLED], watch) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
-        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES])
+        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES], watch)
         facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
     return Collected(finite(facts), tensors)
+
+
+def _passes(student: nn.Module, images: int) -> int:
+    """Images that pass a model: all by three of them, and the probes once for each quantized layer."""
+    layers = sum(isinstance(module, QuantWeightMixin | QuantMatmul) for module in student.modules())
+    return 3 * min(SAMPLED, images) + (1 + layers) * min(PROBES, images)
+
+
+@torch.no_grad()
+def forecast(student: nn.Module, recipe: Recipe) -> float:
+    """Seconds that `collect` will take, roughly: a few images pass the student."""
+    device, facts, few = next(student.parameters()).device, geometry(student), 4
+    images = torch.zeros(few, facts.channels, *facts.image_size, device=device)
+    with frozen(student):
+        for _ in range(2):  # the first pass sets up
+            began = time.monotonic()
+            student(images).sum().item()
+    return (time.monotonic() - began) / few * _passes(student, recipe.synthesis.images)
 
 
 def write(folder: str | Path, collected: Collected) -> None:
@@ -116,12 +133,12 @@ def read(run: RunFolder) -> Collected | None:
     return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
 
 
-def first_images(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
+def _first_of(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
     """The images of a round with the smallest numbers, from as few shards as hold them; None where there are none."""
     found: list[SyntheticSet] = []
     for shard in run.shards(round):
         if sum(map(len, found)) < count:
-            found.append(SyntheticSet(**run.load_shard(round, shard)))
+            found.append(SyntheticSet(**run.load_shard(round, shard).tensors))
     return SyntheticSet.concatenate(found)[:count] if found else None
 
 
@@ -129,7 +146,7 @@ def images_of_rounds(run: RunFolder, recipe: Recipe) -> dict[int, SyntheticSet]:
     """Round -> its first images: many of the latest, which everything is measured on, few of those before."""
     there = [round for round in range(len(recipe.rounds)) if run.shards(round)]
     counts = {round: SAMPLED if round == there[-1] else CHOSEN for round in there}
-    found = {round: first_images(run, round, count) for round, count in counts.items()}
+    found = {round: _first_of(run, round, count) for round, count in counts.items()}
     return {round: images for round, images in found.items() if images is not None and len(images)}
 
 
@@ -184,7 +201,7 @@ class Seen:
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
 
 
-def _look(model: nn.Module, images: SyntheticSet) -> Seen:
+def _look(model: nn.Module, images: SyntheticSet, watch: Watch) -> Seen:
     device = next(model.parameters()).device
     facts = geometry(model).to(device)
     probs: list[Tensor] = []
@@ -195,6 +212,7 @@ def _look(model: nn.Module, images: SyntheticSet) -> Seen:
             probs.append(logits.float().softmax(dim=1).cpu())
             for kind, batches in received.items():
                 batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
+            watch.advance(len(part))
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
     return Seen(torch.cat(probs), joined)
 
@@ -314,7 +332,7 @@ def _site(quantizer: Quantizer, x: Tensor) -> Facts:
     }
 
 
-def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor) -> list[Facts]:
+def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, watch: Watch) -> list[Facts]:
     """What quantizing one layer alone, weights and inputs, does to the teacher's predictions; the whole model first."""
     device = next(searched.parameters()).device
     pixels = geometry(searched).to(device).normalise(to_pixels(images.images.to(device)))
@@ -323,6 +341,7 @@ def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor) ->
         probs = searched(pixels).float().softmax(dim=1).cpu()
         kl = (expected * (expected.clamp(min=1e-12).log() - probs.clamp(min=1e-12).log())).sum(dim=1).mean()
         same = (probs.argmax(dim=1) == expected.argmax(dim=1)).float().mean()
+        watch.advance(len(pixels))
         return {"layer": name, "kl": max(0.0, kl.item()), "agreement": same.item()}
 
     rows = [row("all")]

@@ -2,18 +2,17 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from maskaq import runfolder
 from maskaq.config import Recipe, recipe_from_dict, to_dict
 from maskaq.data import Strip
+from maskaq.handover import WHICH, Handover
 from maskaq.report.collect import Collected
-from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder, dotted
+from maskaq.runfolder import METRICS_FILE, QUANTIZED, STRIP_FILE, RunFolder, dotted
 from maskaq.synthesis import cosine
-
-STRIP_FILE = "images/round_{round:02}/strip.safetensors"  # one image of the round on its way
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,17 @@ class Record:
         """Bytes of the quantized model's file; None where there is none."""
         path = self.run.path(f"{QUANTIZED}/model.safetensors")
         return path.stat().st_size if path.exists() else None
+
+    @property
+    def handover(self) -> str:
+        """What has to be said if calibration made the model worse; mostly nothing."""
+        found = [event for event in self.run.events() if isinstance(event, dict) and event.get("stage") == "hand over"]
+        try:
+            names = {field.name for field in fields(Handover)}
+            told = Handover(**{key: value for key, value in found[-1].items() if key in names})
+            return f"{told}. {WHICH[told.kept]}" if told.end_is_worse else ""
+        except (IndexError, KeyError, TypeError, ValueError):  # none, or not as a run writes it
+            return ""
 
     @cached_property
     def strips(self) -> dict[int, Strip]:

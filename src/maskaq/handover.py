@@ -1,0 +1,96 @@
+"""Never worse than the start: which student a run hands over, the calibrated one or the one calibration began with.
+
+A recipe that does not fit a model can make it worse. So both are compared with the teacher on images that calibration
+did not see. They are dead leaves, which cost nothing to make, and show a model edges, textures and colours.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq import randomness
+from maskaq.config import Recipe
+from maskaq.leaves import dead_leaves
+from maskaq.models import geometry
+from maskaq.quant.twin import frozen
+
+KEEP = ("better", "last")
+"""What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""
+
+WHICH = {
+    "start": "So the model is handed over as it was before calibration; the same command with --keep last (in Python "
+    "keep='last') hands over the calibrated one",
+    "end": "It is handed over all the same, as was asked for",
+}
+"""What is said of a student that calibration made worse."""
+
+_FEWEST, _MOST = 8, 64  # images
+_SHARE = 0.01  # of a run's forward passes
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The comparison, and what came of it."""
+
+    start: float
+    """Mean KL(P || Q) on the held-out images, before calibration."""
+    end: float
+    """The same after it."""
+    images: int
+    kept: str
+    """`end` or `start`."""
+    seconds: float
+
+    @property
+    def end_is_worse(self) -> bool:
+        return not self.end <= self.start  # NaN is worse too
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        figures = f"KL to the full-precision model {self.start:.4g} before and {self.end:.4g} after"
+        where = f"on {self.images} synthetic images that it did not see"
+        return f"calibration made the model {'worse' if self.end_is_worse else 'better'} {where}: {figures}"
+
+
+def compare(
+    teacher: nn.Module, start: nn.Module, end: nn.Module, recipe: Recipe, *, seed: int, keep: str = "better"
+) -> Handover:
+    """Compare the student before and after calibration with the teacher."""
+    began = time.monotonic()
+    images = held_out_images(teacher, held_out_count(recipe), seed)
+    expected = _predictions(teacher, images)
+    kl = {
+        name: F.kl_div(_predictions(student, images), expected, reduction="batchmean", log_target=True).item()
+        for name, student in (("start", start), ("end", end))
+    }
+    kept = "end" if keep == "last" or kl["end"] <= kl["start"] else "start"
+    return Handover(kl["start"], kl["end"], len(images), kept, time.monotonic() - began)
+
+
+def held_out_count(recipe: Recipe) -> int:
+    """As many images as cost about a hundredth of the run: a step of an image is about six passes, an epoch four."""
+    steps = sum(recipe.steps_in_round(round) for round in range(len(recipe.rounds)))
+    passes = recipe.synthesis.images * (6 * steps + 4 * recipe.calibration.epochs)
+    return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
+
+
+def held_out_images(teacher: nn.Module, count: int, seed: int) -> Tensor:
+    """Dead leaves that no run of this seed starts from, as the model takes them."""
+    device = next(teacher.parameters()).device
+    facts = geometry(teacher).to(device)
+    keys = randomness.fold(randomness.image_keys(seed, torch.arange(count, device=device)), "held out")
+    return facts.normalise(dead_leaves(keys, facts.channels, *facts.image_size))
+
+
+@torch.no_grad()
+def _predictions(model: nn.Module, images: Tensor) -> Tensor:
+    """Log-probabilities."""
+    with frozen(model):
+        return torch.cat([model(part).double().log_softmax(dim=1) for part in images.split(_BATCH)])

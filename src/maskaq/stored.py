@@ -1,0 +1,252 @@
+"""The images of a run in its folder: read if they are there, made if they are not, made again if they were lost.
+
+A shard that calibration has used can be lost (deleted, cut, a bit flipped, swapped) and must not change the result. So
+every checkpoint holds the digests of the shards it was calibrated on, and the student that a round's images were made
+against is kept until the run ends. A lost shard is made again from that student, and taken only if it is the same to
+the bit. Where that cannot be, the run stops.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskaq import randomness, runfolder
+from maskaq.config import Recipe, recipe_from_dict
+from maskaq.data import SyntheticSet
+from maskaq.errors import RunFolderError, SynthesisError
+from maskaq.folder import FolderImages
+from maskaq.models import geometry
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.runfolder import QUANTIZED, STRIP_FILE, RunFolder, Shard
+from maskaq.synthesis import Synthesizer
+
+ImageSource = Synthesizer | FolderImages
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the names and values of a state dict."""
+    digest = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
+    """n images of Gaussian noise, the student's first ranges before any image is made."""
+    facts, device = geometry(teacher), next(teacher.parameters()).device
+    keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
+    return randomness.normal(keys, facts.channels, *facts.image_size)
+
+
+def first_images(run: RunFolder, count: int) -> SyntheticSet:
+    """The first images of the first round, read from the folder; RunFolderError if one of their shards is lost."""
+    config = recipe_from_dict(run.identity["recipe"]).synthesis
+    needed = -(-min(count, config.images) // config.batch)
+    found = [SyntheticSet(**run.load_shard(0, shard).tensors) for shard in range(needed)]
+    for shard in range(needed, -(-config.images // config.batch)):  # images that became NaN leave room for later ones
+        if sum(map(len, found)) < count:
+            found.append(SyntheticSet(**run.load_shard(0, shard).tensors))
+    return SyntheticSet.concatenate(found)[:count]
+
+
+def latest_images(run: RunFolder) -> SyntheticSet:
+    """All images of the latest round that is there; RunFolderError if the run is finished and a shard is lost."""
+    recipe = recipe_from_dict(run.identity["recipe"])
+    latest = next((round for round in reversed(range(len(recipe.rounds))) if run.shards(round)), 0)
+    made = range(-(-recipe.synthesis.images // recipe.synthesis.batch))
+    there = made if run.path(QUANTIZED).exists() else run.shards(latest)
+    if not there:
+        raise RunFolderError(f"{run.root} has no images yet")
+    return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(latest, shard).tensors) for shard in there)
+
+
+class StudentHistory:
+    """The student now, and as it was at the start of each round."""
+
+    def __init__(self, run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int) -> None:
+        self.run, self.teacher, self.student, self.recipe, self.seed = run, teacher, student, recipe, seed
+        self.epoch = 0
+        """Epochs that the student has behind it."""
+
+    def first_student(self) -> nn.Module:
+        """A student with ranges from noise: what the first images are made against."""
+        scheme = self.recipe.quantization
+        student = quantized_twin(self.teacher, scheme)
+        init_ranges_(student, noise(self.teacher, scheme.range_images, self.seed), scheme)
+        return student
+
+    @contextmanager
+    def at_start_of(self, round: int) -> Iterator[None]:
+        """Inside, the student is what it was when the round began."""
+        if self._is_at_start_of(round):
+            yield
+            return
+        state = self._start_of(round)
+        assert state is not None  # `digest_at_start_of` was asked before
+        now = {name: value.clone() for name, value in self.student.state_dict().items()}
+        try:
+            self.student.load_state_dict(state)
+            yield
+        finally:
+            self.student.load_state_dict(now)
+
+    def digest_at_start_of(self, round: int) -> str | None:
+        """None where that student is not known any more."""
+        state = self.student.state_dict() if self._is_at_start_of(round) else self._start_of(round)
+        return None if state is None else state_digest(state)
+
+    def _is_at_start_of(self, round: int) -> bool:
+        return self.epoch == self.recipe.rounds[round].start
+
+    def _start_of(self, round: int) -> dict[str, Any] | None:
+        if round == 0:
+            return dict(self.first_student().state_dict())
+        saved = self.run.load_checkpoint(self.recipe.rounds[round].start)
+        state: dict[str, Any] | None = None
+        if saved is not None:
+            state = runfolder.restore_state(saved.tensors, saved.layout)["student"]
+        return state
+
+
+class StoredImages:
+    """The images of every round, in shards of `synthesis.batch` images."""
+
+    def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory) -> None:
+        self.run, self.source, self.history = run, source, history
+        self.recipe, self.watch = source.recipe, source.watch
+        numbers = torch.arange(self.recipe.synthesis.images)
+        self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
+        """Numbers of the images in each shard."""
+        self.digests: dict[int, list[str]] = {}
+        """Of the shards of each round that was asked for."""
+        self._known: dict[tuple[int, int], _Known] = {}
+
+    def of_round(self, round: int) -> SyntheticSet:
+        """All images of a round."""
+        config, work = self.recipe.synthesis, max(1, self.recipe.steps_in_round(round))
+        found = {shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round, shard)) is not None}
+        done = sum(len(self.numbers[shard]) for shard in found)
+        title = f"{self.source.stage}, round {round + 1} of {len(self.recipe.rounds)}"
+        self.watch.stage(title, config.images * work, done=done * work)
+        missing = [shard for shard in range(len(self.numbers)) if shard not in found]
+        while missing:
+            together = self.source.shards_at_once(len(missing))
+            found |= self._make(round, missing[:together])
+            missing = missing[together:]
+        self.digests[round] = [found[shard].digest for shard in range(len(self.numbers))]
+        images = SyntheticSet.concatenate(SyntheticSet(**found[shard].tensors) for shard in range(len(self.numbers)))
+        self._check_lost(round, config.images - len(images))
+        return images
+
+    def first(self, count: int) -> SyntheticSet:
+        """The first images of the first round: they set the ranges that calibration starts from."""
+        found: list[SyntheticSet] = []
+        for shard in range(len(self.numbers)):
+            if sum(map(len, found)) < count:
+                found.append(SyntheticSet(**self._ensure(0, shard).tensors))
+        return SyntheticSet.concatenate(found)[:count]
+
+    def _ensure(self, round: int, shard: int) -> Shard:
+        return self._find(round, shard) or self._make(round, [shard])[shard]
+
+    def _find(self, round: int, shard: int) -> Shard | None:
+        """A shard that is there and is the run's; None for one to be made."""
+        if shard not in self.run.shards(round):
+            return None
+        try:
+            found = self.run.load_shard(round, shard)
+        except runfolder.DamagedError as error:
+            self.watch.note(f"{error.path} is damaged ({error.reason}): it is made again")
+            return None
+        known = self._known_of(round)
+        if known.shards is not None:
+            return found if found.digest == known.shards[shard] else None
+        return found if known.student in (None, found.student) else None
+
+    def _make(self, round: int, shards: list[int]) -> dict[int, Shard]:
+        """Make some shards together and store each. A shard that calibration has used must come out the same."""
+        began = time.monotonic()
+        known = self._known_of(round)
+        if known.student is None:
+            raise self._lost(round, shards, "the student that they were made against is not kept any more")
+        earlier = [SyntheticSet(**self._ensure(round - 1, shard).tensors) for shard in shards if self._is_warm(round)]
+        start = SyntheticSet.concatenate(earlier) if earlier else None
+        with self.history.at_start_of(round):
+            images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round, start)
+        seconds = (time.monotonic() - began) / len(shards)
+        made, files = {}, {}
+        for shard in shards:
+            part = images[torch.isin(images.indices, self.numbers[shard])]
+            lost = sorted(set(self.numbers[shard].tolist()) - set(part.indices.tolist()))
+            files[shard] = self.run.seal_shard(round, shard, part.tensors(), known.student, lost)
+            made[shard] = Shard(part.tensors(), known.student, lost, runfolder.digest_of(files[shard]))
+        if known.shards is not None:
+            differ = [shard for shard in shards if made[shard].digest != known.shards[shard]]
+            if differ:
+                raise self._lost(round, differ, "made again they come out different, on another device or version")
+        self._keep_strip(round, first=shards[0] == 0)
+        for shard in shards:
+            self.run.write_shard(round, shard, files[shard])
+            about = {"stage": self.source.stage, "round": round, "shard": shard, "seconds": seconds}
+            self.run.event(**about, lost=made[shard].lost, curves=self.source.curves)
+        return made
+
+    def _lost(self, round: int, shards: list[int], why: str) -> RunFolderError:
+        return RunFolderError(
+            f"{self.run.root}: shards {', '.join(map(str, shards))} of round {round}, which the student was calibrated "
+            f"on, are lost or damaged, and {why}. Going on would give another model: put the files back from a copy "
+            "and run the same command again, or start the run anew with another --out"
+        )
+
+    def _is_warm(self, round: int) -> bool:
+        return round > 0 and self.recipe.refresh.start == "warm"
+
+    def _known_of(self, round: int) -> "_Known":
+        key = (round, self.history.epoch)
+        if key not in self._known:
+            epochs = self.recipe.rounds[round]
+            after = [epoch for epoch in self.run.checkpoints() if epochs.start < epoch <= epochs.stop]
+            used = self.run.load_checkpoint(after[-1]) if after else None
+            self._known[key] = _Known(used.shards if used else None, self.history.digest_at_start_of(round))
+        return self._known[key]
+
+    def _keep_strip(self, round: int, first: bool) -> None:
+        """One image of the round on its way: the first, or the first of a later shard where that one was lost."""
+        path, strip = self.run.path(STRIP_FILE.format(round=round)), self.source.strip
+        if strip is not None and (first or not path.exists()):
+            words = {"number": str(strip.number), "steps": " ".join(map(str, strip.steps))}
+            runfolder.write_tensors(path, {"images": strip.images}, words)
+
+    def _check_lost(self, round: int, lost: int) -> None:
+        """SynthesisError if too many images of a round became NaN or Inf."""
+        config = self.recipe.synthesis
+        if lost <= config.max_lost * config.images and lost < config.images:
+            return
+        cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
+        if round:  # the round before went well with the same teacher: what is new is the calibrated student
+            refresh_lr = f", or refresh.lr (now {self.recipe.refresh.lr})" if self.recipe.refresh.lr else ""
+            cause = (
+                f"by round {round + 1} the student has probably diverged: lower calibration.lr "
+                f"(now {self.recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
+            )
+        raise SynthesisError(
+            f"{lost} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
+            f"{config.max_lost} allows; {cause}, in a new run folder"
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the shards of a round must be."""
+
+    shards: list[str] | None
+    """Their digests, once an epoch on them is in a checkpoint."""
+    student: str | None
+    """Digest of the student at the start of the round; None where it is not kept any more."""

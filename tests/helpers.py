@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -122,6 +123,13 @@ def content(root: Path) -> dict[str, bytes]:
     """Every file below a folder, but for the note of who holds the lock."""
     files = (path for path in root.rglob("*") if path.is_file() and path.name != ".lock.pid")
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def rewrite_run_json(root: Path, change) -> None:
+    """run.json as a run would have written it with `change(text)` for its text."""
+    found = json.loads(change((root / "run.json").read_text()))
+    found.pop("sha256")
+    (root / "run.json").write_bytes(runfolder._run_json(found))
 
 
 def left_half_written(root: Path) -> list[Path]:

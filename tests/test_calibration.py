@@ -241,8 +241,8 @@ def test_a_run_whose_loss_becomes_no_number_keeps_the_last_sound_student_and_sav
     hook(monkeypatch.setattr, "maskaq.calibration:Calibrator._step", 4, lambda: factor.append(factor.pop() * math.nan))
     with pytest.raises(CalibrationError, match="in epoch 1, step 1"):
         quantize(tiny_vit(), small_recipe(), tmp_path / "run", device="cpu", checkpoint_seconds=0)
-    saved, progress = RunFolder.read(tmp_path / "run").load_checkpoint()
-    assert progress["epoch"] == 1 and all(torch.isfinite(value).all() for value in saved.values())
+    saved = RunFolder.read(tmp_path / "run").load_checkpoint()
+    assert saved.epoch == 1 and all(torch.isfinite(value).all() for value in saved.tensors.values())
     assert not (tmp_path / "run" / "quantized").exists()
 
 

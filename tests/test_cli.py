@@ -215,7 +215,7 @@ def test_quantize_without_images_says_how_to_evaluate(call, files, finished):
 
 def test_a_finished_run_says_that_it_is_and_is_still_evaluated(call, files, finished):
     code, out, _ = call(*quantize(files, finished, "--data", str(files / "data")))
-    assert code == 0 and f"{finished} is finished" in out and "calibrate, round 2 of 2: 100 % from before" in out
+    assert code == 0 and f"{finished} is finished" in out and "calibrate, round" not in out
     assert "estimate" not in out and all(row in out for row in ROWS)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, small_recipe, tiny_swin, tiny_vit
+from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, rewrite_run_json, small_recipe, tiny_swin, tiny_vit
 from PIL import Image
 
 from maskaq import cli, results, run, runfolder, zoo
@@ -62,9 +62,8 @@ def vit(tmp_path_factory) -> Path:
 def own(vit, tmp_path) -> Path:
     """A copy to damage, with its teacher's weights beside it."""
     shutil.copytree(vit.parent, tmp_path / "own")
-    path = tmp_path / "own" / "run" / "run.json"
-    path.write_text(path.read_text().replace(str(vit.parent), str(tmp_path / "own")))
-    return path.parent
+    rewrite_run_json(tmp_path / "own" / "run", lambda text: text.replace(str(vit.parent), str(tmp_path / "own")))
+    return tmp_path / "own" / "run"
 
 
 def forget(folder: Path) -> None:
@@ -273,13 +272,17 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     recipe = small_recipe(*("synthesis.images=64", "synthesis.batch=64", "synthesis.steps=1", "calibration.epochs=0"))
     model = tiny_vit(img_size=224, patch_size=32, depth=1)  # after one step images are noise: the hardest to compress
     quantize(model, recipe, tmp_path / "run")
-    identity = json.loads((tmp_path / "run" / "run.json").read_text())  # of one round; from here on it had eight
-    identity["identity"]["recipe"]["calibration"]["epochs"] = 8
-    identity["identity"]["recipe"]["refresh"]["every"] = 1
-    (tmp_path / "run" / "run.json").write_text(json.dumps(identity))
+
+    def eight_rounds(text: str) -> str:
+        found = json.loads(text)
+        found["identity"]["recipe"]["calibration"]["epochs"] = 8
+        found["identity"]["recipe"]["refresh"]["every"] = 1
+        return json.dumps(found)
+
+    rewrite_run_json(tmp_path / "run", eight_rounds)
     folder = RunFolder.read(tmp_path / "run")
     for round in range(8):
-        path = folder.path(run.STRIP_FILE.format(round=round))
+        path = folder.path(runfolder.STRIP_FILE.format(round=round))
         words = {"number": "0", "steps": " ".join(map(str, range(20)))}
         runfolder.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)}, words)
     kept = collect.read(folder)
@@ -303,8 +306,7 @@ def test_a_page_asks_the_network_for_nothing(vit):
 def test_names_are_text_never_markup(own):
     odd = own.with_name("<b>&amp; run")
     own.rename(odd)
-    run_json = odd / "run.json"
-    run_json.write_text(run_json.read_text().replace("maskaq make it", "</script><script>alert(1)</script>"))
+    rewrite_run_json(odd, lambda text: text.replace("maskaq make it", "</script><script>alert(1)</script>"))
     html, _ = read_page(odd)
     assert "<b>&amp; run" not in html and "<script>alert" not in html
     assert "&lt;b&gt;&amp;amp; run" in html

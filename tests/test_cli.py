@@ -156,6 +156,18 @@ def test_list_prints_every_name_at_the_start_of_a_line_and_what_it_means(call, w
         assert all(len(line.split()) > 1 for line in lines)
 
 
+def test_list_models_shows_the_tags_of_timms_weights_and_what_helps_where_they_do_not(call):
+    lines = {line.split()[0]: line for line in call("list", "models")[1].splitlines()}
+    assert {"flexivit_small", "eva_large_patch14_336", "beit3_base_patch16_224", "aimv2_large_patch14_224"} <= set(
+        lines
+    )
+    assert "fb_in1k" in lines["deit_tiny_patch16_224"] and "--checkpoint" not in lines["deit_tiny_patch16_224"]
+    usable, _, headless = lines["vit_base_patch16_clip_224"].partition("without classifier: ")
+    assert "openai_ft_in1k" in usable and "openai" in re.split(r"\W+", headless) and "--checkpoint" not in headless
+    assert "without classifier: lvd142m  (give --checkpoint" in lines["vit_small_patch14_dinov2"]
+    assert "timm has no weights" in lines["vit_giant_patch14_224"]
+
+
 def test_list_recipes_prints_whole_sentences_and_list_keys_whole_columns(call):
     recipes = call("list", "recipes")[1]
     assert all(len(line) <= 120 for line in recipes.splitlines())

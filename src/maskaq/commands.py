@@ -44,7 +44,15 @@ from maskaq.export import SUFFIXES, check_target
 from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
-from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models import (
+    classifier_tags,
+    data_config,
+    expose,
+    geometry,
+    has_classifier,
+    pretrained_tags,
+    supported_names,
+)
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
 from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
@@ -52,7 +60,6 @@ from maskaq.runfolder import RunFolder
 
 _MOST_THREADS = 8  # of each core, that a measurement makes sense with
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
-_HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
 
 def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
@@ -306,7 +313,7 @@ def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
         lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
-        lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
+        lines += [f"{name}  {_weights_of(name)}" for name in supported_names()]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
         lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
@@ -322,6 +329,21 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
     for line in lines:
         print(line)
     sys.stdout.flush()
+
+
+def _weights_of(name: str) -> str:
+    """The tags of timm's weights of an architecture, as NAME.TAG takes them, and what to do where they are no help."""
+    tags, usable = pretrained_tags(name), classifier_tags(name)
+    headless = [tag for tag in tags if tag not in usable]
+    groups = [", ".join(usable)] if usable else []
+    groups += [f"without classifier: {', '.join(headless)}"] if headless else []
+    if not tags:
+        return "(timm has no weights: give --checkpoint)"
+    if not usable:
+        groups.append("(give --checkpoint with a classifier)")
+    elif not has_classifier(name):
+        groups.append(f"(the name alone has no classifier: take {name}.{usable[0]})")
+    return "  ".join(groups)
 
 
 def demo(args: argparse.Namespace, console: Console) -> None:

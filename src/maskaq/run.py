@@ -24,7 +24,7 @@ from maskaq.data import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, MaskaqError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.folder import FolderImages
-from maskaq.models import expose, geometry
+from maskaq.models import data_config, expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import STRIP_FILE
@@ -329,7 +329,13 @@ def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     """What makes a run this run: another of these is another folder."""
     weights = {"class": type(model).__name__, "weights": weights_digest(model)}
-    return {"recipe": to_dict(recipe), "model": weights, "seed": seed}
+    images = data_config(model)
+    preparation = {
+        "image_size": list(images["input_size"][1:]),
+        "mean": list(images["mean"]),
+        "std": list(images["std"]),
+    }
+    return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -5,7 +5,8 @@ says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from timm.data import ImageNetInfo, resolve_model_data_config
@@ -104,9 +105,9 @@ def geometry(exposed: nn.Module) -> Geometry:
     return found
 
 
-def supported_names() -> list[str]:
+def supported_names(families: Iterable[ModuleType] = FAMILIES) -> list[str]:
     """timm model names that can be quantized, given weights with a classifier (`has_classifier`)."""
-    patterns = [pattern for family in FAMILIES for pattern in family.NAMES]
+    patterns = [pattern for family in families for pattern in family.NAMES]
     found = (list_models(patterns, module=module, exclude_filters=_REFUSED) for module in _MODULES)
     return sorted({name for names in found for name in names})
 

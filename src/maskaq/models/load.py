@@ -37,6 +37,8 @@ from maskaq.models import (
     expose,
     pretrained_tags,
     supported_names,
+    swin,
+    vit,
 )
 
 State = dict[str, Tensor]
@@ -121,16 +123,22 @@ def _check_numbers(mean: Numbers | None, std: Numbers | None) -> dict[str, tuple
     return found
 
 
-def load_shape(name: str, model_args: dict[str, Any] | None = None) -> nn.Module:
+def load_shape(
+    name: str,
+    model_args: dict[str, Any] | None = None,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
+) -> nn.Module:
     """The named model for its shapes alone, without weights and without a download (an embedded one has its own)."""
     if name in zoo.embedded_names():
-        return load_model(name, None, model_args)
+        return load_model(name, None, model_args, mean, std)
     args = _checked_args(model_args or {})
     try:
         with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
-            return create_timm(name, **args).eval()
+            model = create_timm(name, **args)
     except ModelError:
-        return create_timm(name, **args).eval()
+        model = create_timm(name, **args)
+    return set_normalization(model, mean, std).eval()
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
@@ -159,8 +167,9 @@ def architecture_of_state(
         return {"name": name, "args": {}}
     shape = load_shape(name, dict(model_args or {}))
     found = _inferred(shape, dict(state))
-    if image_size is not None and image_size != _size_of(shape):  # the shapes of a Swin do not always tell
-        found["img_size"] = _short_size(image_size)
+    if image_size is not None:  # the shapes of a Swin do not always tell
+        found.pop("img_size", None)
+        found |= {"img_size": _short_size(image_size)} if image_size != _size_of(shape) else {}
     return {"name": name, "args": {**found, **(model_args or {})}}
 
 
@@ -830,8 +839,8 @@ def _fitting_names(state: Mapping[str, Tensor], name: str, most: int = 3) -> lis
         return []
     family, given, extent = name.split("_")[0], name.split(".")[0], _extent(state)
     patch = f"patch{outline['patch']}_"
-    near = [n for n in supported_names() if n != given and n.startswith("swin") == ("depths" in outline)]
-    near = [n for n in near if patch in n or "_patch" not in n]
+    names = supported_names([swin if "depths" in outline else vit])
+    near = [n for n in names if n != given and (patch in n or "_patch" not in n)]
     near = [n for n in near if ("distilled" in n) == ("dist_token" in outline.get("tokens", ()))]
     found: list[tuple[bool, str]] = []
     other_width: set[str] = set()

@@ -233,6 +233,7 @@ def test_swin_image_size_is_demanded_where_nothing_tells_it(tmp_path, window, si
     path = saved(source, tmp_path / "w.pth")
     text = message(load_model, SWIN, path, SWIN4)
     assert "--img-size" in text and f"{size} is the usual one" in text and "w.pth" in text
+    assert "has the shapes of" not in text  # the name is right
     model = load_model(SWIN, path, {**SWIN4, "img_size": size})
     assert size_of(model) == (size, size) and same(model, source)
     state = source.state_dict() | {"layers.0.blocks.1.attn_mask": torch.zeros(15, 64, 64)}  # of no square image
@@ -607,7 +608,7 @@ def test_too_little_memory_is_not_a_failed_download(hub):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("vit_base_patch16_clip_224.openai", ["CLIP image tower", "512", "vit_base_patch16_clip_224.laion2b_ft_in12k"]),
+        ("vit_base_patch16_clip_224.openai", ["CLIP image tower", "512", "vit_base_patch16_clip_224.openai_ft_in1k"]),
         ("vit_small_patch14_dinov2", ["no classifier", "--checkpoint FILE"]),
         ("vit_base_patch16_224.mae", ["no classifier", "vit_base_patch16_224.augreg2_in21k_ft_in1k", "--checkpoint"]),
         ("vit_giant_patch14_224", ["timm has no weights", "--checkpoint FILE"]),
@@ -632,7 +633,8 @@ def test_a_clip_architecture_takes_a_classifier_of_the_users(tmp_path):
     assert same(model, own) and geometry(expose(model)).classes == 7
     tower = saved(timm.create_model(name, **small), tmp_path / "tower.pth")
     for given in (name, "vit_base_patch16_clip_224"):  # without the tag it is a name of fine-tuned weights
-        assert "tower.pth is a CLIP image tower" in message(load_model, given, tower, small, kind=ModelError)
+        text = message(load_model, given, tower, small, kind=ModelError)
+        assert "tower.pth is a CLIP image tower" in text and "vit_base_patch16_clip_224.laion2b_ft_in1k" in text
         asked = load_model(given, tower, {**small, "num_classes": 512})
         assert geometry(expose(asked)).classes == 512
     openai = saved({"visual.proj": torch.ones(48, 512)}, tmp_path / "openai.pth")

@@ -147,13 +147,14 @@ def embedding_width(record: Mapping[str, Any]) -> int:
     return 0 if known is None else int(known.num_classes)
 
 
-def clip_tower(name: str, width: int) -> ModelError:
-    """The error for a CLIP image tower, with what would do in its place."""
-    architecture = name.split(".")[0]
-    tuned = [f"{architecture}.{tag}" for tag in classifier_tags(architecture)][:3]
+def clip_tower(what: str, architecture: str, width: int) -> ModelError:
+    """The error for a CLIP image tower, a name with its tag or a file, with what would do in its place."""
+    origin = what.partition(".")[2]  # of the tags that openai has become, those come first
+    tags = sorted(classifier_tags(architecture), key=lambda tag: not tag.startswith(f"{origin}_ft"))
+    tuned = [f"{architecture}.{tag}" for tag in tags[:3]]
     instead = f"Fine-tuned weights would do ({', '.join(tuned)}), or" if tuned else "What would do is"
     return ModelError(
-        f"{name} is a CLIP image tower: its {width} outputs are an embedding, not classes, and maskaq needs a "
+        f"{what} is a CLIP image tower: its {width} outputs are an embedding, not classes, and maskaq needs a "
         f"classifier. {instead} a checkpoint of your own with a classifier (--checkpoint FILE; add --model-arg "
         f"num_classes={width} if it has {width} classes)."
     )
@@ -163,7 +164,7 @@ def _refuse_clip_tower(model: nn.Module) -> None:
     """ModelError for a CLIP image tower as it is; not for one with another number of outputs, a user's classifier."""
     record: Any = getattr(model, "pretrained_cfg", None) or {}
     if (width := embedding_width(record)) and width == model.num_classes:
-        raise clip_tower(f"{record['architecture']}.{record['tag']}", width)
+        raise clip_tower(f"{record['architecture']}.{record['tag']}", record["architecture"], width)
 
 
 def _supported() -> str:

@@ -280,7 +280,8 @@ def _check_weights(name: str, args: dict[str, Any]) -> None:
     known = get_pretrained_cfg(name)
     width = embedding_width(known.to_dict()) if known else 0
     if width and args.get("num_classes", width) == width:
-        raise clip_tower(f"{known.architecture}.{known.tag}", width)  # type: ignore[union-attr]
+        architecture = name.split(".")[0]
+        raise clip_tower(f"{architecture}.{known.tag}", architecture, width)  # type: ignore[union-attr]
     if "num_classes" not in args and record.get("num_classes") == 0:
         expose(load_shape(name, {**args, "num_classes": 1}))  # what no checkpoint could change is told first
         raise ModelError(
@@ -534,7 +535,7 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     resizable = tuple(key for arg, keys in RESIZED_FOR.items() if arg in args for key in keys)
     _fill(model, state, name, path, resizable)
     if "num_classes" not in args and model.num_classes in _tower_widths(name):
-        raise clip_tower(str(path), int(model.num_classes))  # type: ignore[arg-type]
+        raise clip_tower(str(path), name.split(".")[0], int(model.num_classes))  # type: ignore[arg-type]
     return model
 
 
@@ -556,7 +557,7 @@ def _refuse_other_formats(state: State, name: str, path: Path, args: Mapping[str
         )
     proj = state.get("visual.proj")  # so OpenAI and OpenCLIP call it
     if proj is not None and "num_classes" not in args:
-        raise clip_tower(str(path), proj.shape[-1])
+        raise clip_tower(str(path), name.split(".")[0], proj.shape[-1])
 
 
 def _inferred(model: nn.Module, state: State) -> dict[str, Any]:
@@ -631,7 +632,7 @@ def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
     """The message for a Swin's file that does not tell its image size."""
     windows = [size for size in _windows(state) if size]
     usual = max(windows, default=7) * _reduction(model, len(windows) - 1)[0]
-    fitting = _fitting_names(state, name)
+    fitting = _fitting_names(state, model.state_dict(), name)
     other = f" The file has the shapes of {' or '.join(fitting)}." if fitting else ""
     return (
         f"{path}: expected the windows of {name!r} at {_short_size(_size_of(model) or (0, 0))} pixels, found others "
@@ -824,7 +825,7 @@ def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, 
     theirs = _looks_like(state)
     if theirs and theirs != _looks_like(own):
         lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")
-    fitting = _fitting_names(state, name)
+    fitting = _fitting_names(state, own, name)
     if fitting:
         lines.append(f"The file has the shapes of {' or '.join(fitting)}.")
     elif theirs == _looks_like(own):
@@ -832,10 +833,13 @@ def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, 
     return "\n".join(lines)
 
 
-def _fitting_names(state: Mapping[str, Tensor], name: str, most: int = 3) -> list[str]:
-    """A few supported names whose blocks have the shapes of a file's, those of the given name's family first."""
+def _fitting_names(state: State, own: Mapping[str, Tensor], name: str, most: int = 3) -> list[str]:
+    """A few supported names whose blocks have the shapes of a file's, those of the given name's family first.
+
+    None where the model's own blocks have them: then another name is not what is wrong.
+    """
     outline = _outline(state)
-    if outline is None:
+    if outline is None or outline == _outline(own):
         return []
     family, given, extent = name.split("_")[0], name.split(".")[0], _extent(state)
     patch = f"patch{outline['patch']}_"

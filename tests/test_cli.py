@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ from maskaq import console as draw
 from maskaq.config import describe_keys, shipped_recipes
 from maskaq.evaluation import EvalResult
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
-from maskaq.models import expose, geometry
+from maskaq.models import data_config, expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.runfolder import QUANTIZED
 
@@ -104,11 +105,12 @@ def by_process(*argv: str, **kwargs) -> subprocess.CompletedProcess:
 # ---- help and lists
 
 OPTIONS = {
-    "quantize": "--checkpoint --model-arg --bits --recipe --set --out --seed --device --data --class-index --crop-pct",
-    "synthesize": "--checkpoint --model-arg --bits --recipe --set --out --seed --device",
+    "quantize": "--checkpoint --model-arg --img-size --mean --std --bits --recipe --set --out --seed --device --data "
+    "--class-index --crop-pct",
+    "synthesize": "--checkpoint --model-arg --img-size --mean --std --bits --recipe --set --out --seed --device",
     "calibrate": "RUN --device --data --class-index --interpolation --workers",
-    "evaluate": "RUN_OR_MODEL --checkpoint --model-arg --json --device --data --class-index",
-    "inspect": "MODEL --checkpoint --model-arg --bits --recipe --set",
+    "evaluate": "RUN_OR_MODEL --checkpoint --model-arg --img-size --mean --std --json --device --data --class-index",
+    "inspect": "MODEL --checkpoint --model-arg --img-size --mean --std --bits --recipe --set",
     "list": "models recipes terms quantizers keys",
     "demo": "--model --bits --out --seed --set --device",
 }
@@ -154,6 +156,18 @@ def test_list_prints_every_name_at_the_start_of_a_line_and_what_it_means(call, w
     assert [name for name in names if not any(line == name or line.startswith(f"{name} ") for line in lines)] == []
     if what != "models":
         assert all(len(line.split()) > 1 for line in lines)
+
+
+def test_list_models_shows_the_tags_of_timms_weights_and_what_helps_where_they_do_not(call):
+    lines = {line.split()[0]: line for line in call("list", "models")[1].splitlines()}
+    assert {"flexivit_small", "eva_large_patch14_336", "beit3_base_patch16_224", "aimv2_large_patch14_224"} <= set(
+        lines
+    )
+    assert "fb_in1k" in lines["deit_tiny_patch16_224"] and "--checkpoint" not in lines["deit_tiny_patch16_224"]
+    usable, _, headless = lines["vit_base_patch16_clip_224"].partition("without classifier: ")
+    assert "openai_ft_in1k" in usable and "openai" in re.split(r"\W+", headless) and "--checkpoint" not in headless
+    assert "without classifier: lvd142m  (give --checkpoint" in lines["vit_small_patch14_dinov2"]
+    assert "timm has no weights" in lines["vit_giant_patch14_224"]
 
 
 def test_list_recipes_prints_whole_sentences_and_list_keys_whole_columns(call):
@@ -250,6 +264,52 @@ def test_synthesize_then_calibrate_is_the_same_as_quantize(call, files, tmp_path
     assert content(out) == before
 
 
+NORMALIZED = ("--mean", "0.1,0.2,0.3", "--std", "0.4")
+
+
+def test_image_size_mean_and_std_go_through_a_run_and_belong_to_it(call, files, tmp_path):
+    out = tmp_path / "run"
+    argv = quantize(files, out, *NORMALIZED, "--img-size", "32", "--set", "calibration.epochs=1")
+    argv = [word for word in argv if not word.startswith("img_size=")]
+    code, text, err = call(*argv)
+    assert code == 0 and not err and "32 x 32 pixels, mean 0.1 0.2 0.3, std 0.4 0.4 0.4" in text
+    told = json.loads((out / "run.json").read_text())
+    expected = {"image_size": [32, 32], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.4, 0.4]}
+    assert told["identity"]["preparation"] == expected
+    opened = maskaq.open_run(out)
+    assert geometry(opened.teacher()).mean == (0.1, 0.2, 0.3) == geometry(opened.calibrated()).mean
+    assert geometry(opened.student()).std == (0.4, 0.4, 0.4)
+    assert call("evaluate", out, "--data", files / "data", "--device", "cpu")[0] == 0
+    code, text, err = call("calibrate", out, "--device", "cpu")
+    assert code == 0 and not err and "mean 0.1 0.2 0.3" in text
+    code, _, err = call(*[word for word in argv if word not in NORMALIZED[:2]])
+    assert code == 1 and "preparation.mean" in err and "preparation.std" not in err
+
+
+def test_evaluate_and_inspect_take_image_size_mean_and_std(call, files, monkeypatch):
+    seen = []
+    monkeypatch.setattr("maskaq.commands.evaluate_model", lambda model, *_: seen.append(model) or EvalResult(0, 0, 1))
+    assert call("evaluate", *model(files), "--data", files / "data", "--device", "cpu", *NORMALIZED)[0] == 0
+    config = data_config(seen[0])
+    assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.4, 0.4))
+    code, out, err = call("inspect", "deit_tiny_patch16_224", "--img-size", "64x96", *NORMALIZED)
+    assert code == 0 and not err and "64 x 96 pixels, mean 0.1 0.2 0.3, std 0.4 0.4 0.4" in out
+
+
+@pytest.mark.parametrize("option", [("--img-size", "48"), ("--mean", "0.5"), ("--std", "0.5")])
+def test_runs_saved_and_embedded_models_have_their_image_size_mean_and_std(call, files, finished, option):
+    data = ("--data", files / "data", "--device", "cpu")
+    for argv in (
+        ("evaluate", finished, *data),
+        ("evaluate", finished / QUANTIZED, *data),
+        ("inspect", finished / QUANTIZED),
+        ("inspect", "cifar10_vit"),
+        ("evaluate", "cifar10_vit", *data),
+    ):
+        code, _, err = call(*argv, *option)
+        assert code == 1 and err.startswith("error: ") and ("embedded" in err or option[0] in err)
+
+
 def test_evaluate_a_run_prints_the_table_and_writes_it_as_json(call, files, finished, tmp_path):
     argv = ("evaluate", finished, "--data", files / "data", "--device", "cpu", "--json", tmp_path / "table.json")
     code, out, err = call(*argv)
@@ -330,6 +390,14 @@ def plan(*overrides: str) -> str:
     return re.sub(" +\n", "\n", console.export_text())
 
 
+def test_the_plan_shows_image_size_classes_mean_and_std(call, files, tmp_path):
+    facts = replace(geometry(expose(tiny_vit())), image_size=(32, 48), mean=(0.25,) * 3, std=(0.1, 0.2, 0.3))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(draw.plan_table("mine", tiny_vit(), facts, small_recipe(), "cpu", "runs/mine"))
+    text = console.export_text()
+    assert "4 classes" in text and "32 x 48 pixels, mean 0.25 0.25 0.25, std 0.1 0.2 0.3" in text
+
+
 def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be():
     assert "refresh    once, continuing, 2 steps\n" in plan() and "images: about 49 kB" in plan()
     assert "images: about 49 MB" in plan("synthesis.images=8000")
@@ -399,6 +467,23 @@ MISTAKES = {
     "model argument without value": (
         lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depth"],
         ["--model-arg 'depth': expected key=value"],
+    ),
+    "image size said twice": (
+        lambda f, p: [*quantize(f, p / "run"), "--img-size", "32", "--model-arg", "img_size=32"],
+        ["--img-size and --model-arg img_size"],
+    ),
+    "absurd image size": (
+        lambda f, p: ["quantize", "deit_tiny_patch16_224", "--img-size", "100000", "--out", str(p / "run")],
+        ["img_size 100000", "4096"],
+    ),
+    "mean for other channels": (
+        lambda f, p: [*quantize(f, p / "run"), "--mean", "0.5,0.5"],
+        ["mean: expected one number, or one for each of 3 channels, got 2"],
+    ),
+    "std of zero": (lambda f, p: [*quantize(f, p / "run"), "--std", "0"], ["std: expected finite numbers above 0"]),
+    "CLIP image tower": (
+        lambda f, p: ["quantize", "vit_base_patch16_clip_224.openai", "--out", str(p / "run")],
+        ["CLIP image tower", "512", "--checkpoint"],
     ),
     "missing checkpoint": (
         lambda f, p: change(f, p / "run", weights(f), str(p / "gone.safetensors")),
@@ -548,6 +633,9 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
         (["evaluate", "x", "--data", "y", "--json", "n" * 250], "cannot be written: File name too long"),
         (["report", "RUN", "-o", "/dev/null/page.html"], "/dev/null is not a folder"),
         (["demo", "--model", "resnet"], "resnet"),
+        (["quantize", "x", "--img-size", "large"], "--img-size: expected N or HxW"),
+        (["quantize", "x", "--img-size", "1x2x3"], "--img-size"),
+        (["inspect", "x", "--mean", "0.5;0.5"], "--mean: expected one number or one per channel"),
     ],
 )
 def test_a_command_that_cannot_be_parsed_exits_with_2_and_shows_the_usage(call, argv, words):

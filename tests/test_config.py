@@ -1,6 +1,7 @@
 """A recipe holds what its file, its overrides and the defaults say; every mistake is an error that names the key."""
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from maskaq.config import (
 from maskaq.errors import RecipeError
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.quant.quantizers import QUANTIZERS
+from maskaq.run import quantize
 
 OVERRIDES = (
     "quantization.bits=w3a8",
@@ -89,8 +91,13 @@ def test_every_shipped_recipe_loads_and_names_terms_and_quantizers_that_exist(na
     assert any(recipe.synthesis.terms.values()) and any(recipe.calibration.terms.values())
 
 
-def test_the_paper_recipe_is_the_default_and_equals_the_defaults():
-    assert load_recipe() == load_recipe("paper") == Recipe()
+def test_the_paper_recipe_equals_the_defaults_of_the_settings():
+    assert load_recipe("paper") == Recipe()
+
+
+def test_a_recipe_without_a_name_is_the_one_that_quantize_takes():
+    by_default = inspect.signature(quantize).parameters["recipe"].default
+    assert load_recipe() == load_recipe(by_default) == load_recipe("quick") != Recipe()
 
 
 def test_the_paper_recipe_has_the_papers_settings():

@@ -1,9 +1,11 @@
 """maskaq.models.load: names, weights files, what follows from a file, and every way in which it can be wrong."""
 
 import argparse
+import json
 import os
 import re
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from maskaq.errors import CheckpointError, ModelError
-from maskaq.models import load
+from maskaq.models import data_config, expose, geometry, load
 from maskaq.models.load import create_timm, load_model, read_checkpoint
 
 SWIN = "swin_tiny_patch4_window7_224"
@@ -164,10 +166,84 @@ def test_swin_window_no_larger_than_the_grid(tmp_path):
     assert [layer.blocks[0].window_size for layer in model.layers] == [(4, 4), (3, 3)]
 
 
-def test_swin_image_size_stays_timms(tmp_path):
-    args = {k: v for k, v in SWIN_ARGS.items() if k != "img_size"}
-    model = load_model(SWIN, saved(swin(), tmp_path / "w.pth"), args)
-    assert model.patch_embed.img_size == (224, 224)
+# Four stages of the shapes of SWIN, narrow and shallow.
+SWIN4 = {"embed_dim": 8, "depths": (2, 2, 2, 2), "num_heads": (1, 2, 2, 2)}
+
+
+def swin4(**kwargs):
+    return timm.create_model(SWIN, **SWIN4, num_classes=3, **kwargs)
+
+
+def with_masks(model):
+    """The state dict as older timm and the original code save it, with the attention masks."""
+    masks = {name: mask for name, mask in model.named_buffers() if name.endswith("attn_mask")}
+    assert masks
+    return {**model.state_dict(), **masks}
+
+
+def size_of(model):
+    return model.patch_embed.img_size
+
+
+@pytest.mark.parametrize("size", [96, 128, 160, 192, 224])
+def test_swin_image_size_follows_the_windows_that_its_grids_cut(tmp_path, size):
+    source = swin4(img_size=size).eval()
+    path = saved(source, tmp_path / "w.pth")
+    model = load_model(SWIN, path, SWIN4)
+    assert size_of(model) == (size, size) and same(model, source)
+    images = torch.randn(1, 3, size, size)
+    assert torch.equal(model(images), source(images))
+    rebuilt = load.rebuild(load.architecture_of(model, SWIN, SWIN4))
+    assert size_of(rebuilt) == (size, size)
+    rebuilt.load_state_dict(source.state_dict())
+    assert torch.equal(rebuilt.eval()(images), source(images))
+
+
+@pytest.mark.parametrize(
+    ("size", "window"), [(224, 7), (256, 7), (448, 7), (384, 12), (256, 8), (512, 8), ((128, 512), 7), ((448, 224), 7)]
+)
+def test_swin_image_size_follows_the_masks_of_older_files(tmp_path, size, window):
+    source = swin4(img_size=size, window_size=window)
+    model = load_model(SWIN, saved(with_masks(source), tmp_path / "w.pth"), SWIN4)
+    pair = size if isinstance(size, tuple) else (size, size)
+    assert size_of(model) == pair and same(model, source)
+    assert size_of(load.rebuild(load.architecture_of(model, SWIN, SWIN4))) == pair
+
+
+def test_swin_image_size_follows_the_files_own_record(tmp_path):
+    state, record = swin4(img_size=448).state_dict(), {"input_size": [3, 448, 448]}
+    save_file(state, tmp_path / "a.safetensors", {"pretrained_cfg": json.dumps(record)})
+    save_file(state, tmp_path / "b.safetensors", {"input_size": "[3, 448, 448]", "format": "pt"})
+    torch.save({"state_dict": state, "pretrained_cfg": record}, tmp_path / "c.pth")
+    for name in ("a.safetensors", "b.safetensors", "c.pth"):
+        assert size_of(load_model(SWIN, tmp_path / name, SWIN4)) == (448, 448)
+
+
+def test_swin_image_size_is_the_names_where_the_file_has_its_windows(tmp_path):
+    """Shapes cannot tell 224 from 448 pixels at windows of 7: the plan shows the size."""
+    for size in (224, 448):
+        path = saved(swin4(img_size=size), tmp_path / "w.pth")
+        assert size_of(load_model(SWIN, path, SWIN4)) == (224, 224)
+        assert size_of(load_model(SWIN, path, {**SWIN4, "img_size": 448})) == (448, 448)
+
+
+@pytest.mark.parametrize(("window", "size"), [(8, 256), (12, 384)])
+def test_swin_image_size_is_demanded_where_nothing_tells_it(tmp_path, window, size):
+    source = swin4(img_size=size, window_size=window)
+    path = saved(source, tmp_path / "w.pth")
+    text = message(load_model, SWIN, path, SWIN4)
+    assert "--img-size" in text and f"{size} is the usual one" in text and "w.pth" in text
+    assert "has the shapes of" not in text  # the name is right
+    model = load_model(SWIN, path, {**SWIN4, "img_size": size})
+    assert size_of(model) == (size, size) and same(model, source)
+    state = source.state_dict() | {"layers.0.blocks.1.attn_mask": torch.zeros(15, 64, 64)}  # of no square image
+    assert "--img-size" in message(load_model, SWIN, saved(state, tmp_path / "m.pth"), SWIN4)
+
+
+def test_swin_windows_of_8_that_the_last_grid_cuts_tell_224(tmp_path):
+    source = swin4(img_size=224, window_size=8)
+    model = load_model(SWIN, saved(source, tmp_path / "w.pth"), SWIN4)
+    assert size_of(model) == (224, 224) and same(model, source)
 
 
 def test_model_args_win(tmp_path):
@@ -271,11 +347,49 @@ def test_nothing_is_resized_unasked(tmp_path):
         assert "patch_embed.proj.weight: model (64, 3, 16, 16), file (64, 3, 8, 8)" in message(
             load_model, "test_vit", saved(state, tmp_path / "w.pth"), args
         )
-    args = {k: v for k, v in SWIN_ARGS.items() if k != "img_size"} | {"depths": (1, 1, 1, 1), "num_heads": (2, 2, 2, 2)}
-    path = saved(timm.create_model(SWIN, **args, window_size=12, img_size=384), tmp_path / "s.pth")
-    assert "layers.3.blocks.0.attn.relative_position_bias_table: model (169, 2), file (529, 2)" in message(
-        load_model, SWIN, path, args
-    )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vit.embeddings.patch_embeddings.projection.weight",
+        "deit.embeddings.patch_embeddings.projection.weight",
+        "swin.embeddings.patch_embeddings.projection.weight",
+        "dinov2.embeddings.patch_embeddings.projection.weight",
+        "embeddings.patch_embeddings.projection.weight",
+        "vision_model.embeddings.patch_embedding.weight",
+    ],
+)
+def test_a_checkpoint_of_hugging_face_transformers_is_called_by_its_name(tmp_path, key):
+    query = "vit.encoder.layer.0.attention.attention.query.weight"
+    path = saved({key: torch.ones(8, 3, 4, 4), query: torch.ones(8, 8)}, tmp_path / "w.safetensors")
+    for name in ("vit_base_patch16_224", SWIN):
+        text = message(load_model, name, path)
+        assert "Hugging Face transformers" in text and key in text and "w.safetensors" in text
+        assert "missing in the file" not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "fits"),
+    [
+        ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_tiny_patch16_224 or vit_tiny_patch16_224."),
+        ("vit_tiny_patch16_384", "vit_small_patch16_224", "vit_tiny_patch16_384."),
+        ("deit_tiny_distilled_patch16_224", "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224."),
+        (SWIN, "swin_small_patch4_window7_224", f"{SWIN}."),
+        (SWIN, "deit_tiny_patch16_224", f"{SWIN}."),
+        ("deit_tiny_patch16_224", SWIN, "deit_tiny_patch16_224 or "),
+    ],
+)
+def test_the_model_whose_shapes_a_file_has_is_named(tmp_path, source, given, fits):
+    path = saved(timm.create_model(source, num_classes=10), tmp_path / "w.safetensors")
+    assert f"The file has the shapes of {fits}" in message(load_model, given, path)
+
+
+def test_a_file_of_other_windows_and_width_names_its_model_with_the_size_that_is_wanted(tmp_path):
+    with torch.device("meta"):
+        shapes = timm.create_model("swin_base_patch4_window12_384", num_classes=2).state_dict()
+    path = saved({key: torch.zeros(value.shape) for key, value in shapes.items()}, tmp_path / "w.pth")
+    assert "swin_base_patch4_window12_384" in message(load_model, "swin_tiny_patch4_window7_224", path)
 
 
 def test_integer_codes_are_not_weights(tmp_path):
@@ -473,6 +587,93 @@ def test_pretrained(hub):
 def test_what_cannot_be_quantized_is_refused_before_anything_is_downloaded(hub, name, args, words):
     hub(AssertionError("downloaded"))
     assert words in message(load_model, name, None, args, kind=ModelError)
+
+
+@pytest.mark.parametrize("size", [100_000, (224, 100_000), 0, -224])
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", SWIN])
+def test_an_absurd_image_size_is_told_before_anything_is_built_or_downloaded(hub, tmp_path, name, size):
+    hub(AssertionError("downloaded"))
+    for checkpoint in (None, saved(vit(), tmp_path / "w.pth")):
+        text = message(load_model, name, checkpoint, {"img_size": size}, kind=ModelError)
+        assert "img_size" in text and "4096" in text and "download" not in text
+    assert "4096" in message(load.load_shape, name, {"img_size": size}, kind=ModelError)
+
+
+def test_too_little_memory_is_not_a_failed_download(hub):
+    hub(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"))
+    text = message(load_model, "test_vit", None, {"img_size": 320}, kind=ModelError)
+    assert "memory" in text and "img_size=320" in text and "download" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vit_base_patch16_clip_224.openai", ["CLIP image tower", "512", "vit_base_patch16_clip_224.openai_ft_in1k"]),
+        ("vit_small_patch14_dinov2", ["no classifier", "--checkpoint FILE"]),
+        ("vit_base_patch16_224.mae", ["no classifier", "vit_base_patch16_224.augreg2_in21k_ft_in1k", "--checkpoint"]),
+        ("vit_giant_patch14_224", ["timm has no weights", "--checkpoint FILE"]),
+    ],
+)
+def test_weights_without_a_classifier_are_refused_before_they_are_downloaded(hub, name, words):
+    hub(AssertionError("downloaded"))
+    text = message(load_model, name, kind=ModelError)
+    assert [word for word in words if word not in text] == []
+
+
+def test_no_checkpoint_is_asked_for_where_none_would_help(hub):
+    hub(AssertionError("downloaded"))
+    text = message(load_model, "vit_base_patch16_siglip_224", kind=ModelError)  # pools by attention, and has no head
+    assert "attn_pool" in text and "--checkpoint" not in text
+
+
+def test_a_clip_architecture_takes_a_classifier_of_the_users(tmp_path):
+    name, small = "vit_base_patch16_clip_224.openai", {"depth": 1, "embed_dim": 48, "num_heads": 3, "img_size": 32}
+    own = timm.create_model(name, num_classes=7, **small)
+    model = load_model(name, saved(own, tmp_path / "own.pth"), small)
+    assert same(model, own) and geometry(expose(model)).classes == 7
+    tower = saved(timm.create_model(name, **small), tmp_path / "tower.pth")
+    for given in (name, "vit_base_patch16_clip_224"):  # without the tag it is a name of fine-tuned weights
+        text = message(load_model, given, tower, small, kind=ModelError)
+        assert "tower.pth is a CLIP image tower" in text and "vit_base_patch16_clip_224.laion2b_ft_in1k" in text
+        asked = load_model(given, tower, {**small, "num_classes": 512})
+        assert geometry(expose(asked)).classes == 512
+    openai = saved({"visual.proj": torch.ones(48, 512)}, tmp_path / "openai.pth")
+    assert "openai.pth is a CLIP image tower" in message(load_model, name, openai, kind=ModelError)
+
+
+# --- mean and standard deviation ---------------------------------------------------------------------------------
+
+
+def test_mean_and_std_replace_those_of_the_data_config(tmp_path):
+    path = saved(vit(), tmp_path / "w.pth")
+    before = data_config(load_model("test_vit", path))
+    config = data_config(load_model("test_vit", path, mean=0.25, std=[0.1, 0.2, 0.3]))
+    assert config["mean"] == (0.25,) * 3 and config["std"] == (0.1, 0.2, 0.3)
+    assert data_config(load_model("test_vit", path, std=1))["mean"] == before["mean"]
+    assert data_config(load_model("test_vit", path)) == before  # timm's own record is as it was
+    path = saved(vit(in_chans=5), tmp_path / "five.pth")
+    facts = geometry(expose(load_model("test_vit", path, mean=0.5, std=(1, 2, 3, 4, 5))))
+    assert facts.mean == (0.5,) * 5 and facts.std == (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"mean": (0.5, 0.5)}, ["mean", "3 channels", "got 2"]),
+        ({"std": (1.0,) * 4}, ["std", "3 channels", "got 4"]),
+        ({"std": 0.0}, ["std", "above 0"]),
+        ({"std": (0.5, -0.5, 0.5)}, ["std", "above 0"]),
+        ({"mean": float("nan")}, ["mean", "finite"]),
+        ({"mean": (0.5, float("inf"), 0.5)}, ["mean", "finite"]),
+        ({"mean": "0.5"}, ["mean", "finite"]),
+        ({"mean": ()}, ["mean", "finite"]),
+    ],
+)
+def test_a_mean_or_std_that_cannot_be_is_refused(tmp_path, given, words):
+    path = saved(vit(), tmp_path / "w.pth")
+    text = message(partial(load_model, **given), "test_vit", path, kind=ModelError)
+    assert [word for word in words if word not in text] == []
+    assert "embedded" in message(partial(load_model, mean=0.5), "cifar10_vit", kind=ModelError)
 
 
 @pytest.mark.parametrize("args", [{}, {"img_size": 32, "depth": 2}])

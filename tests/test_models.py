@@ -2,17 +2,29 @@
 
 import hashlib
 import inspect
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import timm
 import torch
+from timm.models import get_pretrained_cfg
 from timm.models import swin_transformer as timm_swin
 from timm.models import vision_transformer as timm_vit
 from torch import nn
 
 from maskaq.errors import ModelError
-from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models import (
+    _MODULES,
+    classifier_tags,
+    data_config,
+    embedding_width,
+    expose,
+    geometry,
+    has_classifier,
+    pretrained_tags,
+    supported_names,
+)
 from maskaq.models.load import load_shape
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.taps import taps
@@ -541,15 +553,68 @@ def test_supported_names_are_timms_names_of_the_families():
     assert not [name for name in names if name.startswith("swinv2")]
 
 
+def shallow(name):
+    """The shapes of a model with two classes and one block per stage."""
+    depth = {"depths": (1, 1, 1, 1)} if name.startswith("swin") else {"depth": 1}
+    return load_shape(name, {"num_classes": 2, **depth})
+
+
 @pytest.mark.parametrize("name", supported_names())
 def test_every_supported_name_can_be_exposed(name):
-    depth = {"depths": (1, 1, 1, 1)} if name.startswith("swin") else {"depth": 1}
-    expose(load_shape(name, {"num_classes": 2, **depth}))
+    expose(shallow(name))
+
+
+def test_every_name_that_can_be_exposed_is_listed_but_for_timms_test_models():
+    others = {name for module in _MODULES for name in timm.list_models(module=module)} - set(supported_names())
+    accepted = set()
+    for name in others:
+        with suppress(ModelError):
+            expose(shallow(name))
+            accepted.add(name)
+    assert others and {name for name in accepted if not name.startswith("test_")} == set()
+
+
+@pytest.mark.parametrize("name", ["aimv2_large_patch14_224", "beit3_base_patch16_224", "eva_large_patch14_196"])
+def test_relatives_of_the_vit_compute_the_same_once_exposed(name):
+    if not timm.is_model(name):
+        pytest.skip("not in this timm")
+    model = perturbed(timm.create_model(name, num_classes=5, depth=2, embed_dim=48, num_heads=3, img_size=28))
+    images = torch.randn(2, 3, 28, 28)
+    with torch.no_grad():
+        assert torch.allclose(expose(model)(images), model(images), atol=1e-5)
 
 
 def test_models_whose_weights_have_no_classifier_are_known():
     lacking = [name for name in supported_names() if not has_classifier(name)]
     assert "vit_small_patch14_dinov2" in lacking and "deit_tiny_patch16_224" not in lacking
+    assert "vit_giant_patch14_224" in lacking  # timm has no weights of it
+    assert pretrained_tags("vit_giant_patch14_224") == [] == classifier_tags("vit_small_patch14_dinov2")
+    assert pretrained_tags("vit_small_patch14_dinov2") == ["lvd142m"]
+    assert pretrained_tags("deit3_small_patch16_224")[0] == get_pretrained_cfg("deit3_small_patch16_224").tag
+    assert "mae" in pretrained_tags("vit_base_patch16_224") and "mae" not in classifier_tags("vit_base_patch16_224")
+
+
+CLIP = "vit_base_patch16_clip_224"
+
+
+def test_clip_image_towers_are_those_that_were_not_fine_tuned():
+    names = timm.list_models("*_clip_*.*", pretrained=True, module="vision_transformer")
+    towers = [name for name in names if embedding_width(get_pretrained_cfg(name).to_dict())]
+    classes = {get_pretrained_cfg(name).num_classes for name in names if name not in towers}
+    assert len(towers) >= 40 and classes == {1000, 11821}
+    assert not [name for name in towers if has_classifier(name) or "_ft_" in name]
+    assert has_classifier(f"{CLIP}.openai_ft_in1k") and "openai" not in classifier_tags(CLIP)
+    assert embedding_width(get_pretrained_cfg("deit_tiny_patch16_224").to_dict()) == 0
+
+
+@pytest.mark.parametrize(("name", "width"), [(f"{CLIP}.openai", 512), ("vit_medium_patch16_clip_224", 512)])
+def test_a_clip_image_tower_is_refused_unless_it_has_another_head(name, width):
+    small = {"depth": 1, "embed_dim": 48, "num_heads": 3}
+    with pytest.raises(ModelError, match=f"CLIP image tower: its {width} outputs are an embedding") as caught:
+        expose(timm.create_model(name, **small))
+    assert "--checkpoint" in str(caught.value) and ("_ft_in1k" in str(caught.value)) == name.startswith(CLIP)
+    assert geometry(expose(timm.create_model(name, num_classes=7, **small))).classes == 7
+    assert geometry(expose(timm.create_model(f"{CLIP}.openai_ft_in1k", **small))).classes == 1000
 
 
 def test_matmul_multiplies_and_knows_its_signs():

@@ -164,7 +164,7 @@ def test_a_run_is_finished_even_where_nothing_could_be_collected(tmp_path, monke
     done = quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert (done.folder / runfolder.QUANTIZED).exists() and not (done.folder / collect.FACTS_FILE).exists()
     quantize(tiny_vit(), small_recipe(), tmp_path / "run")
-    assert (done.folder / collect.FACTS_FILE).exists()  # the same call again made up for it
+    assert not (done.folder / collect.FACTS_FILE).exists()  # a finished run changes nothing; `maskaq report` collects
 
 
 # ---- the page
@@ -330,7 +330,8 @@ def test_an_epoch_or_a_shard_done_again_counts_once(own):
 
 def test_a_loss_that_is_not_a_number_is_a_gap_in_its_curve(own):
     lines = (own / "events.jsonl").read_text().splitlines(keepends=True)
-    (own / "events.jsonl").write_text("".join(lines) + re.sub(r'"loss": [^,]+', '"loss": NaN', lines[-1]))
+    last = next(line for line in reversed(lines) if '"loss"' in line)
+    (own / "events.jsonl").write_text("".join(lines) + re.sub(r'"loss": [^,]+', '"loss": NaN', last))
     html, _ = read_page(own)
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, flags=re.S)
     figure = json.loads(data, parse_constant=pytest.fail)["figures"]["calibration-loss"]  # a browser reads no NaN
@@ -489,7 +490,7 @@ def test_events_and_figures_that_are_not_whole_are_left_out(own):
 
 def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(finished):
     record = Record(RunFolder.read(finished), collect.read(RunFolder.read(finished)))
-    first = [collect.first_images(record.run, round, 1) for round in range(2)]
+    first = [collect._first_of(record.run, round, 1) for round in range(2)]
     for round, steps in enumerate([[0, 1, 2, 3], [0, 1, 2]]):
         strip = record.strips[round]
         assert (strip.number, strip.steps) == (0, steps)
@@ -512,9 +513,9 @@ def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
     quantize(tiny_vit(), recipe, tmp_path / "run")
     record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))
     assert record.strips[0].number == 4  # 0 was lost twice; 4 was made again, and it is that way which is shown
-    taken = collect.first_images(record.run, 0, 4).indices  # as a run takes them: from all images
+    taken = collect._first_of(record.run, 0, 4).indices  # as a run takes them: from all images
     assert taken.tolist() == [1, 2, 3, 4]
-    images = collect.first_images(record.run, 0, 8)
+    images = collect._first_of(record.run, 0, 8)
     assert torch.equal(record.strips[0].images[-1], images.images[images.indices == 4][0])
 
 

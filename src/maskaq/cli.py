@@ -152,9 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         "model", metavar="RUN_OR_MODEL", help="a run folder, a saved model's folder, or a model as in `quantize`"
     )
     sub.add_argument("--checkpoint", metavar="FILE", help="weights of the model, or of a run's where they moved")
-    sub.add_argument(
-        "--model-arg", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="argument for timm"
-    )
+    _timm_options(sub)
     sub.add_argument("--json", type=_new_file, metavar="FILE", help="write the table as JSON too")
     _device_option(sub)
     _data_options(sub, required=True)
@@ -233,14 +231,30 @@ def _model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--checkpoint", metavar="FILE", help="weights (.safetensors, .pth, .bin); default: timm's own, online"
     )
+    _timm_options(sub)
+
+
+def _timm_options(sub: argparse.ArgumentParser) -> None:
+    """What a model takes that neither its name nor its weights tell."""
     sub.add_argument(
         "--model-arg",
         metavar="KEY=VALUE",
         nargs="+",
         action="extend",
         default=[],
-        help="argument for timm, e.g. img_size=192",
+        help="argument for timm, e.g. num_classes=10",
     )
+    sub.add_argument(
+        "--img-size", type=_size, metavar="N|HxW", help="image size (default: what the weights tell, or the name's)"
+    )
+    for key, example in (("mean", "0.485,0.456,0.406"), ("std", "0.229,0.224,0.225")):
+        sub.add_argument(
+            f"--{key}",
+            type=_numbers,
+            metavar="X[,X,...]",
+            help=f"of normalised images with pixels from 0 to 1: one number or one per channel, e.g. {example} "
+            "(default: timm's for the name)",
+        )
 
 
 def _recipe_options(sub: argparse.ArgumentParser, recipe: str = "quick") -> None:
@@ -313,6 +327,21 @@ def _share(text: str) -> float:
     if not 0 < float(text) <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
     return float(text)
+
+
+def _size(text: str) -> int | tuple[int, int]:
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.strip().isdigit() for side in sides):
+        raise argparse.ArgumentTypeError(f"expected N or HxW in pixels, such as 224 or 192x256, got {text!r}")
+    return (int(sides[0]), int(sides[1])) if len(sides) == 2 else int(sides[0])
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        example = "expected one number or one per channel, such as 0.5 or 0.485,0.456,0.406"
+        raise argparse.ArgumentTypeError(f"{example}, got {text!r}") from None
 
 
 def _positive(text: str) -> int:

@@ -44,7 +44,15 @@ from maskaq.export import SUFFIXES, check_target
 from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
-from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models import (
+    classifier_tags,
+    data_config,
+    expose,
+    geometry,
+    has_classifier,
+    pretrained_tags,
+    supported_names,
+)
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
 from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
@@ -52,18 +60,19 @@ from maskaq.runfolder import RunFolder
 
 _MOST_THREADS = 8  # of each core, that a measurement makes sense with
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
-_HEADLESS = "timm's weights have no classifier: give --checkpoint"
 
 
 def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
     recipe = _recipe(args)
     args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits}"
-    model_args = _model_args(args.model_arg)
-    model = load_model(args.model, args.checkpoint, model_args)
+    model_args = _model_args(args)
+    model = load_model(args.model, args.checkpoint, model_args, args.mean, args.std)
     source = {
         "name": args.model,
         "args": model_args,
         "checkpoint": _absolute(args.checkpoint) if args.checkpoint else None,
+        "mean": args.mean,
+        "std": args.std,
         "architecture": architecture_of(model, args.model, model_args),
         "command": shlex.join(["maskaq", *args.words]),
     }
@@ -80,7 +89,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     _check_names(opened.recipe)
     source = opened.source
     args.out, args.model, args.seed = args.folder, source["name"], opened.seed
-    _run(args, console, opened.recipe, load_model(source["name"], source["checkpoint"], source["args"]), source, False)
+    _run(args, console, opened.recipe, opened.load_teacher(), source, False)
 
 
 def _run(
@@ -155,14 +164,16 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     table: dict[str, EvalResult | str]
     with draw.watch_for(console) as watch:
         if is_run:
-            if args.model_arg:
-                raise ModelError(f"{args.model} is a run and knows its model: --model-arg is for a model's name")
+            if given := _given(args):
+                raise ModelError(f"{args.model} is a run and knows its model: {given} is for a model's name")
             opened = _opened(args.model, args.checkpoint)
             table = results.compare(opened, batches, device=device, watch=watch)
             caveat = _caveat(opened.recipe.caveat)
         else:
             model: Any = (
-                _saved(args) if is_saved else load_model(args.model, args.checkpoint, _model_args(args.model_arg))
+                _saved(args)
+                if is_saved
+                else load_model(args.model, args.checkpoint, _model_args(args), args.mean, args.std)
             )
             caveat = _caveat(caveat_of(model.maskaq_config)) if is_saved else ""
             loader = batches(model)
@@ -270,12 +281,16 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
             )
         saved: Any = _saved(args)
         report, title = inspect_deployed(saved), f"{args.model}{_caveat(caveat_of(saved.maskaq_config))}"
+        facts = geometry(saved)
     else:
         recipe = _recipe(args)
-        model_args = _model_args(args.model_arg)
-        has_file = args.checkpoint is not None
-        model = load_model(args.model, args.checkpoint, model_args) if has_file else load_shape(args.model, model_args)
+        model_args, numbers = _model_args(args), (args.mean, args.std)
+        if args.checkpoint is not None:
+            model = load_model(args.model, args.checkpoint, model_args, *numbers)
+        else:
+            model = load_shape(args.model, model_args, *numbers)
         report, title = inspect_model(model, recipe), f"{args.model} {recipe.quantization.bits}"
+        facts = geometry(expose(model))
     table = Table(title=title, title_justify="left")
     for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
         table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
@@ -283,6 +298,7 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
         table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, *size)
     console.print(table)
+    console.print(f"{facts.classes} classes, {draw.preparation(facts)}")
     before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
@@ -314,7 +330,7 @@ def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
         lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
-        lines += [name if has_classifier(name) else f"{name} ({_HEADLESS})" for name in supported_names()]
+        lines += [f"{name}  {_weights_of(name)}" for name in supported_names()]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
         lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
@@ -332,10 +348,26 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
     sys.stdout.flush()
 
 
+def _weights_of(name: str) -> str:
+    """The tags of timm's weights of an architecture, as NAME.TAG takes them, and what to do where they are no help."""
+    tags, usable = pretrained_tags(name), classifier_tags(name)
+    headless = [tag for tag in tags if tag not in usable]
+    groups = [", ".join(usable)] if usable else []
+    groups += [f"without classifier: {', '.join(headless)}"] if headless else []
+    if not tags:
+        return "(timm has no weights: give --checkpoint)"
+    if not usable:
+        groups.append("(give --checkpoint with a classifier)")
+    elif not has_classifier(name):
+        groups.append(f"(the name alone has no classifier: take {name}.{usable[0]})")
+    return "  ".join(groups)
+
+
 def demo(args: argparse.Namespace, console: Console) -> None:
     args.model = f"cifar10_{args.model}"
     args.out = args.out or f"runs/demo-{args.model}-{args.bits}"
     args.recipe, args.checkpoint, args.model_arg, args.data = "demo", None, [], DEMO_DATA
+    args.img_size = args.mean = args.std = None
     quantize(args, console)
 
 
@@ -379,20 +411,27 @@ def _opened(folder: str, checkpoint: str | None) -> results.OpenedRun:
 
 
 def _saved(args: argparse.Namespace) -> nn.Module:
-    if args.checkpoint or args.model_arg:
-        raise ModelError(
-            f"{args.model} is a saved model with its weights: --checkpoint and --model-arg are for a model's name"
-        )
+    given = "--checkpoint" if args.checkpoint else _given(args)
+    if given:
+        raise ModelError(f"{args.model} is a saved model with its weights: {given} is for a model's name")
     return from_pretrained(args.model)
+
+
+def _given(args: argparse.Namespace) -> str:
+    """The first option of a model's name that was given; empty if none was."""
+    options = {"--model-arg": args.model_arg or None, "--img-size": args.img_size}
+    options |= {"--mean": args.mean, "--std": args.std}
+    return next((option for option, value in options.items() if value is not None), "")
 
 
 def _absolute(file: str) -> str:
     return str(Path(file).resolve())
 
 
-def _model_args(pairs: list[str]) -> dict[str, Any]:
+def _model_args(args: argparse.Namespace) -> dict[str, Any]:
+    """What timm is given: --model-arg and --img-size."""
     found: dict[str, Any] = {}
-    for pair in pairs:
+    for pair in args.model_arg:
         key, sign, text = pair.partition("=")
         if not sign:
             raise ModelError(f"--model-arg {pair!r}: expected key=value, for example img_size=192")
@@ -400,6 +439,10 @@ def _model_args(pairs: list[str]) -> dict[str, Any]:
             found[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             found[key] = text
+    if args.img_size is not None:
+        if "img_size" in found:
+            raise ModelError("--img-size and --model-arg img_size are the same: give one of them")
+        found["img_size"] = args.img_size
     return found
 
 

@@ -247,7 +247,7 @@ class Recipe:
         return self.refresh.lr if round and self.refresh.lr else self.synthesis.lr
 
 
-def load_recipe(source: str | Path = "paper", *overrides: str, bits: str | None = None) -> Recipe:
+def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None = None) -> Recipe:
     """The recipe of a shipped name or a TOML file, or of several joined by +, with `key=value` overrides on top.
 
     >>> load_recipe("quick", "synthesis.steps=50", bits="w3a3").synthesis.steps

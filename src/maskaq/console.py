@@ -126,6 +126,12 @@ def size(bytes: int) -> str:
     return f"{bytes / 1e6:.0f} MB" if bytes >= 1e6 else f"{bytes / 1e3:.0f} kB"
 
 
+def preparation(facts: Geometry) -> str:
+    """How images are prepared for a model: 224 x 224 pixels, mean 0.5 0.5 0.5, std 0.5 0.5 0.5."""
+    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (facts.mean, facts.std))
+    return f"{facts.image_size[0]} x {facts.image_size[1]} pixels, mean {mean}, std {std}"
+
+
 def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
     """What a run will do."""
     scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
@@ -133,9 +139,8 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row(
-        "model", f"{name}, {parameters:.2f} M parameters, images of {facts.image_size[0]} x {facts.image_size[1]}"
-    )
+    table.add_row("model", f"{name}, {parameters:.2f} M parameters, {facts.classes} classes")
+    table.add_row("input", preparation(facts))
     table.add_row(
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "

@@ -256,7 +256,8 @@ def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = Non
     candidates = [given, _remembered(deployed).get("timm")]
     try:
         if record.get("architecture"):
-            candidates.append(architecture_of_state(_float_state(deployed), str(record["architecture"])))
+            state, size = _float_state(deployed), geometry(deployed).image_size
+            candidates.append(architecture_of_state(state, str(record["architecture"]), image_size=size))
     except MaskaqError:  # a name that timm does not know
         pass
     return next((dict(found) for found in candidates if found and not _misfit(found, deployed)), None)

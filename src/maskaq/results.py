@@ -16,7 +16,7 @@ from maskaq.data import SyntheticSet
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 from maskaq.models import expose
-from maskaq.models.load import load_model, rebuild
+from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.pretrained import add_metrics, from_pretrained, read_config
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
@@ -41,13 +41,18 @@ class OpenedRun:
     source: dict[str, Any]
     """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
 
+    def load_teacher(self) -> nn.Module:
+        """The full-precision model that the source names, whatever its weights are now."""
+        source = self.source
+        return load_model(source["name"], source["checkpoint"], source["args"], source.get("mean"), source.get("std"))
+
     def teacher(self) -> nn.Module:
         """The full-precision model, from where the run took it; refused if its weights are others now."""
         return self._teacher
 
     @cached_property
     def _teacher(self) -> nn.Module:
-        model = load_model(self.source["name"], self.source["checkpoint"], self.source["args"])
+        model = self.load_teacher()
         if state_digest(model.state_dict()) != RunFolder.read(self.folder).identity["model"]["weights"]:
             raise CheckpointError(
                 f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
@@ -106,7 +111,8 @@ class OpenedRun:
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_calibrate(self.folder)}")
         state, _ = saved
-        student = quantized_twin(expose(rebuild(self.source["architecture"])), self.recipe.quantization)
+        blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
+        student = quantized_twin(expose(blank), self.recipe.quantization)
         student.load_state_dict(state["student"])
         return student
 

@@ -26,7 +26,7 @@ from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.folder import FolderImages
 from maskaq.handover import KEEP, WHICH
-from maskaq.models import expose, geometry
+from maskaq.models import data_config, expose, geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
@@ -314,7 +314,13 @@ def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_i
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     """What makes a run this run: another of these is another folder."""
     weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
-    return {"recipe": to_dict(recipe), "model": weights, "seed": seed}
+    images = data_config(model)
+    preparation = {
+        "image_size": list(images["input_size"][1:]),
+        "mean": list(images["mean"]),
+        "std": list(images["std"]),
+    }
+    return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
 
 
 def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:

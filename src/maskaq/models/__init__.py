@@ -5,6 +5,8 @@ says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` 
 """
 
 import copy
+from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from timm.data import ImageNetInfo, resolve_model_data_config
@@ -23,10 +25,14 @@ __all__ = [
     "AttentionProducts",
     "Matmul",
     "class_names",
+    "classifier_tags",
+    "clip_tower",
     "data_config",
+    "embedding_width",
     "expose",
     "geometry",
     "has_classifier",
+    "pretrained_tags",
     "supported_names",
 ]
 
@@ -47,6 +53,7 @@ def expose(model: nn.Module) -> nn.Module:
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return exposed
+    _refuse_clip_tower(model)
     _drop_nothing(exposed)
     layers = family.expose_(exposed)
     _refuse_unknown_layers(exposed)
@@ -98,17 +105,66 @@ def geometry(exposed: nn.Module) -> Geometry:
     return found
 
 
-def supported_names() -> list[str]:
+def supported_names(families: Iterable[ModuleType] = FAMILIES) -> list[str]:
     """timm model names that can be quantized, given weights with a classifier (`has_classifier`)."""
-    patterns = [pattern for family in FAMILIES for pattern in family.NAMES]
+    patterns = [pattern for family in families for pattern in family.NAMES]
     found = (list_models(patterns, module=module, exclude_filters=_REFUSED) for module in _MODULES)
     return sorted({name for names in found for name in names})
 
 
 def has_classifier(name: str) -> bool:
-    """Whether timm's own weights of a model come with a classifier; those of self-supervised models do not."""
+    """Whether timm's own weights of a name, or of its default tag, come with a classifier.
+
+    Those of self-supervised models and of CLIP image towers do not; of some architectures timm has no weights.
+    """
     config = get_pretrained_cfg(name)
-    return config is not None and config.num_classes != 0
+    return bool(config and config.has_weights and config.num_classes and not embedding_width(config.to_dict()))
+
+
+def pretrained_tags(name: str) -> list[str]:
+    """The tags of the weights that timm has for an architecture, its default first."""
+    architecture, default = name.split(".")[0], get_pretrained_cfg(name.split(".")[0])
+    tags = [found.split(".", 1)[1] for found in list_models(f"{architecture}.*", pretrained=True)]
+    return sorted(tags, key=lambda tag: default is None or tag != default.tag)
+
+
+def classifier_tags(name: str) -> list[str]:
+    """Those of `pretrained_tags` whose weights have a classifier."""
+    architecture = name.split(".")[0]
+    return [tag for tag in pretrained_tags(name) if has_classifier(f"{architecture}.{tag}")]
+
+
+def embedding_width(record: Mapping[str, Any]) -> int:
+    """The width of a CLIP image tower's embedding, which timm's record gives as its `num_classes`; 0 for others.
+
+    A record (`pretrained_cfg`) does not say so itself: the towers are the CLIP architectures that were not fine-tuned
+    on a data set with classes, which a tag tells by its `ft`, as in `openai_ft_in1k`.
+    """
+    architecture, tag = str(record.get("architecture") or ""), str(record.get("tag") or "")
+    if "_clip_" not in architecture or not tag or "ft" in tag.split("_"):
+        return 0
+    known = get_pretrained_cfg(f"{architecture}.{tag}")  # a record may have been changed since
+    return 0 if known is None else int(known.num_classes)
+
+
+def clip_tower(what: str, architecture: str, width: int) -> ModelError:
+    """The error for a CLIP image tower, a name with its tag or a file, with what would do in its place."""
+    origin = what.partition(".")[2]  # of the tags that openai has become, those come first
+    tags = sorted(classifier_tags(architecture), key=lambda tag: not tag.startswith(f"{origin}_ft"))
+    tuned = [f"{architecture}.{tag}" for tag in tags[:3]]
+    instead = f"Fine-tuned weights would do ({', '.join(tuned)}), or" if tuned else "What would do is"
+    return ModelError(
+        f"{what} is a CLIP image tower: its {width} outputs are an embedding, not classes, and maskaq needs a "
+        f"classifier. {instead} a checkpoint of your own with a classifier (--checkpoint FILE; add --model-arg "
+        f"num_classes={width} if it has {width} classes)."
+    )
+
+
+def _refuse_clip_tower(model: nn.Module) -> None:
+    """ModelError for a CLIP image tower as it is; not for one with another number of outputs, a user's classifier."""
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    if (width := embedding_width(record)) and width == model.num_classes:
+        raise clip_tower(f"{record['architecture']}.{record['tag']}", record["architecture"], width)
 
 
 def _supported() -> str:

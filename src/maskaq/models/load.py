@@ -4,14 +4,17 @@ Weights are taken whole or not at all: what the file and the model do not share 
 filled in with random numbers. Pickled files are read with ``weights_only=True`` and never in any other way.
 """
 
+import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import isqrt
+from functools import cache
+from math import isfinite, isqrt
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,14 +23,26 @@ from urllib.request import getproxies
 import safetensors.torch
 import timm
 import torch
-from timm.models import swin_transformer, vision_transformer
+from safetensors import safe_open
+from timm.models import get_pretrained_cfg, swin_transformer, vision_transformer
 from torch import Tensor, nn
 
 from maskaq import zoo
 from maskaq.errors import CheckpointError, ModelError, unknown
-from maskaq.models import expose, supported_names
+from maskaq.models import (
+    classifier_tags,
+    clip_tower,
+    data_config,
+    embedding_width,
+    expose,
+    pretrained_tags,
+    supported_names,
+    swin,
+    vit,
+)
 
 State = dict[str, Tensor]
+Numbers = float | Sequence[float]
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt", ".tar")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
@@ -35,6 +50,8 @@ SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 WRAPPERS = ("model", "state_dict", "model_state", "model_state_dict", "net", "module", "teacher")
 EMA_WRAPPERS = ("model_ema", "state_dict_ema")
 PREFIXES = ("module.", "model.", "_orig_mod.")
+# How Hugging Face transformers names the patch embedding of its ViT, DeiT, DINOv2, Swin, BEiT and CLIP.
+TRANSFORMERS = r"(^|\.)embeddings\.patch_embeddings?\.(projection\.)?weight$"
 # Buffers that old files store and that every current model computes by itself.
 DERIVED = ("attn_mask", "relative_position_index")
 # Arguments of timm.create_model that choose weights: here that is the checkpoint's business alone.
@@ -46,35 +63,82 @@ RESIZED_FOR = {
     "patch_size": ("patch_embed.proj.weight",),
 }
 SHOWN = 12
+LARGEST_SIDE = 4096  # pixels; the attention of a ViT/16 over one such image takes tens of gigabytes
 ADVICE = "Give the weights with --checkpoint FILE."
 
 
-def load_model(name: str, checkpoint: str | Path | None = None, model_args: dict[str, Any] | None = None) -> nn.Module:
+def load_model(
+    name: str,
+    checkpoint: str | Path | None = None,
+    model_args: dict[str, Any] | None = None,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
+) -> nn.Module:
     """The named model in eval mode and fp32, with timm's pretrained weights or those of `checkpoint`.
 
-    `model_args` go to timm.create_model and win over what the checkpoint's shapes say. Raises ModelError for a name
-    or an argument that timm does not know, or a pretrained model that cannot be quantized (before it is downloaded),
-    CheckpointError for weights that cannot be had or do not fit.
+    `model_args` go to timm.create_model and win over what the checkpoint's shapes say. `mean` and `std`, one number or
+    one per channel, replace those of the model's data config. Raises ModelError for a name or an argument that timm
+    does not know, or a pretrained model that cannot be quantized (before it is downloaded), CheckpointError for
+    weights that cannot be had or do not fit.
     """
     args = _checked_args(model_args or {})
     if name in zoo.embedded_names():
-        if checkpoint is not None or args:
-            raise ModelError(f"{name} is embedded with its weights: it takes no checkpoint and no model arguments")
+        if checkpoint is not None or args or mean is not None or std is not None:
+            raise ModelError(
+                f"{name} is embedded with its weights: it takes no checkpoint, model arguments, image size, mean or std"
+            )
         return zoo.embedded_model(name)
+    _check_numbers(mean, std)
     model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
-    return model.float().eval()
+    return set_normalization(model, mean, std).float().eval()
 
 
-def load_shape(name: str, model_args: dict[str, Any] | None = None) -> nn.Module:
+def set_normalization(model: nn.Module, mean: Numbers | None = None, std: Numbers | None = None) -> nn.Module:
+    """The model, with another mean or standard deviation in its `pretrained_cfg`, where `data_config` reads them."""
+    given = _check_numbers(mean, std)
+    if not given:
+        return model
+    channels = data_config(model)["input_size"][0]
+    for key, values in given.items():
+        if len(values) not in (1, channels):
+            raise ModelError(f"{key}: expected one number, or one for each of {channels} channels, got {len(values)}")
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    full = {key: values * channels if len(values) == 1 else values for key, values in given.items()}
+    model.pretrained_cfg = model.default_cfg = {**record, **full}  # type: ignore[assignment]
+    return model
+
+
+def _check_numbers(mean: Numbers | None, std: Numbers | None) -> dict[str, tuple[float, ...]]:
+    """The given ones of mean and std as tuples; ModelError for what cannot be one."""
+    found = {}
+    for key, value in (("mean", mean), ("std", std)):
+        if value is None:
+            continue
+        values = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+        sound = values and all(isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v) for v in values)
+        if not sound or (key == "std" and min(values) <= 0):  # type: ignore[type-var]
+            kind = "finite numbers" if key == "mean" else "finite numbers above 0"
+            raise ModelError(f"{key}: expected {kind}, one or one per channel, got {value!r}")
+        found[key] = tuple(float(v) for v in values)  # type: ignore[arg-type]
+    return found
+
+
+def load_shape(
+    name: str,
+    model_args: dict[str, Any] | None = None,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
+) -> nn.Module:
     """The named model for its shapes alone, without weights and without a download (an embedded one has its own)."""
     if name in zoo.embedded_names():
-        return load_model(name, None, model_args)
+        return load_model(name, None, model_args, mean, std)
     args = _checked_args(model_args or {})
     try:
         with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
-            return create_timm(name, **args).eval()
+            model = create_timm(name, **args)
     except ModelError:
-        return create_timm(name, **args).eval()
+        model = create_timm(name, **args)
+    return set_normalization(model, mean, std).eval()
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
@@ -89,17 +153,34 @@ def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
 
 def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Name and arguments that build a loaded model again without its weights file."""
-    return architecture_of_state(model.state_dict(), name, model_args)
+    return architecture_of_state(model.state_dict(), name, model_args, _size_of(model))
 
 
 def architecture_of_state(
-    state: Mapping[str, Tensor], name: str, model_args: Mapping[str, Any] | None = None
+    state: Mapping[str, Tensor],
+    name: str,
+    model_args: Mapping[str, Any] | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
-    """The same from tensors that have the names and shapes of the model's."""
+    """The same from tensors that have the names and shapes of the model's, and its image size."""
     if name in zoo.embedded_names():
         return {"name": name, "args": {}}
-    shape = _inferred(load_shape(name, dict(model_args or {})), dict(state))
-    return {"name": name, "args": {**shape, **(model_args or {})}}
+    shape = load_shape(name, dict(model_args or {}))
+    found = _inferred(shape, dict(state))
+    if image_size is not None:  # the shapes of a Swin do not always tell
+        found.pop("img_size", None)
+        found |= {"img_size": _short_size(image_size)} if image_size != _size_of(shape) else {}
+    return {"name": name, "args": {**found, **(model_args or {})}}
+
+
+def _size_of(model: nn.Module) -> tuple[int, int] | None:
+    """The image size that a model was built for, where its patch embedding says so."""
+    size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return None if size is None else (int(size[0]), int(size[1]))
+
+
+def _short_size(size: tuple[int, int]) -> int | tuple[int, int]:
+    return size[0] if size[0] == size[1] else size
 
 
 def _one_line(error: BaseException) -> str:
@@ -116,12 +197,30 @@ def create_timm(name: str, **kwargs: Any) -> nn.Module:
     """A timm model with random weights; ModelError for an unknown name or impossible arguments."""
     _check_name(name)
     try:
-        return timm.create_model(name, pretrained=False, **kwargs)
+        model = timm.create_model(name, pretrained=False, **kwargs)
     except Exception as error:  # timm asserts, raises TypeError, RuntimeError and others for the same kind of mistake
-        given = ", ".join(f"{k}={v!r}" for k, v in kwargs.items()) or "no arguments"
-        raise ModelError(
-            f"timm cannot build {name!r} with {given}: {_one_line(error)}. Check the name's tag and --model-arg."
-        ) from error
+        raise _unbuildable(name, kwargs, error) from error
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    if kwargs.get("num_classes") and embedding_width(record):  # a classifier was asked for: no CLIP image tower
+        model.pretrained_cfg = model.default_cfg = {**record, "tag": ""}
+    return model
+
+
+def _unbuildable(name: str, args: Mapping[str, Any], error: BaseException) -> ModelError:
+    given = ", ".join(f"{k}={v!r}" for k, v in args.items()) or "no arguments"
+    if _out_of_memory(error):
+        return ModelError(
+            f"there is not enough memory to build {name!r} with {given}: check --img-size and --model-arg"
+        )
+    return ModelError(
+        f"timm cannot build {name!r} with {given}: {_one_line(error)}. Check the name's tag and --model-arg."
+    )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(
+        word in str(error) for word in ("DefaultCPUAllocator", "out of memory")
+    )
 
 
 def _check_name(name: str) -> None:
@@ -147,6 +246,12 @@ def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
         if key in args:
             raise ModelError(f"model argument {key!r} cannot be set: it chooses weights. {ADVICE}")
     plain = {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
+    size = plain.get("img_size")
+    for side in size if isinstance(size, tuple) else (size,):
+        if isinstance(side, int) and not 1 <= side <= LARGEST_SIDE:
+            raise ModelError(
+                f"img_size {side}: expected 1 to {LARGEST_SIDE} pixels a side; for a larger one no memory would do"
+            )
     return {key: value for key, value in plain.items() if value is not None}
 
 
@@ -155,16 +260,44 @@ def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
 
 def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
     """The model with the weights timm downloads (or has in its cache)."""
-    expose(load_shape(name, args))  # a wrong argument or an unsupported model is told before anything is fetched
+    _check_weights(name, args)
     try:
         with _hub_or_cache():
             model = timm.create_model(name, pretrained=True, **args)
     except Exception as error:  # hub, URL, TLS, disk, "no pretrained weights": many classes, one remedy
+        if _out_of_memory(error):
+            raise _unbuildable(name, args, error) from error
         raise CheckpointError(
             f"could not download the pretrained weights of {name!r}: {_one_line(error)}. {ADVICE}"
         ) from error
-    _check_head(name, model, args)
     return model
+
+
+def _check_weights(name: str, args: dict[str, Any]) -> None:
+    """ModelError, before a download, for a wrong argument, an unsupported model, or weights that will not do."""
+    shape = load_shape(name, args)
+    record: Any = getattr(shape, "pretrained_cfg", None) or {}
+    known = get_pretrained_cfg(name)
+    width = embedding_width(known.to_dict()) if known else 0
+    if width and args.get("num_classes", width) == width:
+        architecture = name.split(".")[0]
+        raise clip_tower(f"{architecture}.{known.tag}", architecture, width)  # type: ignore[union-attr]
+    if "num_classes" not in args and record.get("num_classes") == 0:
+        expose(load_shape(name, {**args, "num_classes": 1}))  # what no checkpoint could change is told first
+        raise ModelError(
+            f"timm's weights of {name!r} have no classifier, and maskaq needs one. {_with_classifier(name)}"
+        )
+    expose(shape)
+    if known and not known.has_weights:
+        raise ModelError(f"timm has no weights of {name!r}. {ADVICE}")
+    _check_head(name, shape, args)
+
+
+def _with_classifier(name: str) -> str:
+    """Where a classifier can come from, for a name whose own weights have none."""
+    architecture, tags = name.split(".")[0], classifier_tags(name)
+    other = f"Take {' or '.join(f'{architecture}.{tag}' for tag in tags[:3])}, or give" if tags else "Give"
+    return f"{other} weights that have one with --checkpoint FILE."
 
 
 def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
@@ -225,16 +358,41 @@ def read_checkpoint(path: str | Path) -> State:
 
     Raises CheckpointError for a file that is missing, damaged, not weights, or not readable without running code.
     """
-    path = Path(path)
+    return _read(Path(path))[0]
+
+
+def _read(path: Path) -> tuple[State, tuple[int, int] | None]:
+    """The tensors of a weights file, and the image size that is written down beside them, if one is."""
     _check_file(path)
-    held = _read_safetensors(path) if path.suffix.lower() == ".safetensors" else _read_torch(path)
+    is_torch = path.suffix.lower() != ".safetensors"
+    held = _read_torch(path) if is_torch else _read_safetensors(path)
     state = _strip(_unwrap(held))
     if not state:
         raise CheckpointError(
             f"{path}: expected a state dict (names to tensors), found {_summary(held)} without tensors. "
             "Give a file saved from model.state_dict()."
         )
-    return {key: _plain(path, key, value) for key, value in state.items()}
+    notes = held if is_torch else _metadata(path)
+    return {key: _plain(path, key, value) for key, value in state.items()}, _noted_size(notes)
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """The metadata of a .safetensors file, with what is JSON in it parsed."""
+    with safe_open(path, framework="pt") as file:
+        notes: dict[str, Any] = dict(file.metadata() or {})
+    for key, text in notes.items():
+        with suppress(ValueError, RecursionError):
+            notes[key] = json.loads(text)
+    return notes
+
+
+def _noted_size(notes: Any) -> tuple[int, int] | None:
+    """The image size in timm's `pretrained_cfg` of a file, or in its `input_size`."""
+    record = notes.get("pretrained_cfg") if isinstance(notes, Mapping) else None
+    size = (record if isinstance(record, Mapping) else notes if isinstance(notes, Mapping) else {}).get("input_size")
+    if not isinstance(size, list | tuple) or len(size) != 3 or not all(type(side) is int for side in size):
+        return None
+    return (size[1], size[2]) if all(1 <= side <= LARGEST_SIDE for side in size) else None
 
 
 def _check_file(path: Path) -> None:
@@ -351,15 +509,55 @@ def _plain(path: Path, key: str, value: Tensor) -> Tensor:
 
 
 def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
-    """The model, shaped after the file where `args` leave it open, with the file's weights."""
+    """The model, shaped after the file where `args` leave it open, with the file's weights.
+
+    A ViT's position embedding tells its image size. For a Swin that `args` give no size, it is the one that
+
+    1. the attention masks stored in older files have windows for,
+    2. the bias tables tell, where a stage has windows smaller than the others because its grid is,
+    3. the file's own `pretrained_cfg` says,
+    4. the name says, if the file has the windows that the name has at that size.
+
+    Else the size is demanded: CheckpointError.
+    """
     model = create_timm(name, **args)
-    state = read_checkpoint(path)
+    state, noted = _read(path)
+    _refuse_other_formats(state, name, path, args)
     follow = {key: value for key, value in _inferred(model, state).items() if key not in args}
+    if "img_size" not in args and isinstance(model, swin_transformer.SwinTransformer):
+        size = _swin_size(model, state, noted)
+        if size is None:
+            raise CheckpointError(_size_wanted(model, state, name, path))
+        follow.pop("img_size", None)
+        follow |= {"img_size": _short_size(size)} if size != _size_of(model) else {}
     if follow:
-        model = create_timm(name, **follow, **args)
+        model = create_timm(name, **_checked_args(follow), **args)
     resizable = tuple(key for arg, keys in RESIZED_FOR.items() if arg in args for key in keys)
     _fill(model, state, name, path, resizable)
+    if "num_classes" not in args and model.num_classes in _tower_widths(name):
+        raise clip_tower(str(path), name.split(".")[0], int(model.num_classes))  # type: ignore[arg-type]
     return model
+
+
+def _tower_widths(name: str) -> set[int]:
+    """The widths of the embeddings of timm's CLIP image towers of an architecture."""
+    architecture = name.split(".")[0]
+    return {
+        width for tag in pretrained_tags(name) if (width := embedding_width({"architecture": architecture, "tag": tag}))
+    }
+
+
+def _refuse_other_formats(state: State, name: str, path: Path, args: Mapping[str, Any]) -> None:
+    """CheckpointError for weights that other libraries name in other ways."""
+    if key := next((key for key in state if re.search(TRANSFORMERS, key)), None):
+        raise CheckpointError(
+            f"{path}: expected timm's names of the weights, found a checkpoint of Hugging Face transformers "
+            f"({key!r}). Take timm's version of these weights (`maskaq list models`; without --checkpoint {name} gets "
+            "timm's own), or convert the state dict to timm's names, where query, key and value are one qkv."
+        )
+    proj = state.get("visual.proj")  # so OpenAI and OpenCLIP call it
+    if proj is not None and "num_classes" not in args:
+        raise clip_tower(str(path), name.split(".")[0], proj.shape[-1])
 
 
 def _inferred(model: nn.Module, state: State) -> dict[str, Any]:
@@ -399,7 +597,13 @@ def _in_chans(model: nn.Module, state: State) -> int | None:
 
 
 def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
-    """The image size of the file's position embedding where it differs from the model's and its grid is a square."""
+    """The image size of the file's position embedding where it differs from the model's and its grid is a square.
+
+    Of a Swin the one that its windows tell, if they do and it is not the model's.
+    """
+    if isinstance(model, swin_transformer.SwinTransformer):
+        told = _size_of_masks(model, state) or _size_of_windows(model, state)
+        return None if told is None or told == _size_of(model) else _short_size(told)
     mine, theirs, patch = getattr(model, "pos_embed", None), state.get("pos_embed"), getattr(model, "patch_embed", None)
     if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is not told
         return None
@@ -412,6 +616,111 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
         return None
     height, width = (side * size for size in patch.patch_size)
     return height if height == width else (height, width)
+
+
+def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The image size of a Swin's file, by the rule of `_from_file`; None if it is not told."""
+    told = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
+    if told is not None or any(key.endswith("attn_mask") for key in state):
+        return told
+    mine, theirs = _windows(model.state_dict()), _windows(state)
+    comparable = len(mine) == len(theirs) and None not in theirs  # else it does not fit, which `_fill` says
+    return None if comparable and mine != theirs else _size_of(model)
+
+
+def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
+    """The message for a Swin's file that does not tell its image size."""
+    windows = [size for size in _windows(state) if size]
+    usual = max(windows, default=7) * _reduction(model, len(windows) - 1)[0]
+    fitting = _fitting_names(state, model.state_dict(), name)
+    other = f" The file has the shapes of {' or '.join(fitting)}." if fitting else ""
+    return (
+        f"{path}: expected the windows of {name!r} at {_short_size(_size_of(model) or (0, 0))} pixels, found others "
+        f"({', '.join(map(str, windows))} patches wide), and nothing in the file tells its image size. Give it with "
+        f"--img-size N (or model_args={{'img_size': N}}); {usual} is the usual one for these windows.{other}"
+    )
+
+
+def _reduction(model: Any, stage: int) -> tuple[int, int]:
+    """Pixels per token of a Swin's stage, down and across."""
+    height, width = model.patch_embed.patch_size
+    return height << stage, width << stage
+
+
+def _size_of_masks(model: nn.Module, state: State) -> tuple[int, int] | None:
+    """The image size that the attention masks of older Swin files, (windows, N, N), are for; None if they differ."""
+    counts: dict[int, tuple[tuple[int, int], int]] = {}
+    for key, mask in state.items():
+        if (found := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn_mask", key)) and mask.dim() == 3:
+            layout, window = _layout(mask), isqrt(mask.shape[1])
+            if layout is not None and window * window == mask.shape[1]:
+                counts[int(found[1])] = layout, window
+    if not counts:
+        return None
+    stages = len(_windows(state))
+    sides = [
+        _side(
+            {
+                stage: (layout[axis], window, _reduction(model, stage)[axis])
+                for stage, (layout, window) in counts.items()
+            },
+            _reduction(model, stages - 1)[axis],
+        )
+        for axis in (0, 1)
+    ]
+    return None if None in sides else (sides[0], sides[1])  # type: ignore[return-value]
+
+
+def _layout(mask: Tensor) -> tuple[int, int] | None:
+    """Rows and columns of a mask's windows, two or more of each; None if it does not tell.
+
+    Only windows of the last row and column have regions to keep apart; a mask without such windows is a square.
+    """
+    windows = mask.shape[0]
+    masked = mask.flatten(1).ne(0).any(dim=1)
+    fits = []
+    for rows in (rows for rows in range(2, windows // 2 + 1) if windows % rows == 0):
+        expected = torch.zeros(rows, windows // rows, dtype=torch.bool)
+        expected[-1], expected[:, -1] = True, True
+        if torch.equal(expected.flatten(), masked):
+            fits.append((rows, windows // rows))
+    side = isqrt(windows)
+    if len(fits) == 1:
+        return fits[0]
+    return (side, side) if side > 1 and side * side == windows else None
+
+
+def _side(counts: Mapping[int, tuple[int, int, int]], unit: int) -> int | None:
+    """The pixels of a side from (windows along it, window, pixels per token) of stages.
+
+    The one that windows fill exactly, else the only multiple of `unit` that they cover with padding.
+    """
+    filled = {number * window * pixels for number, window, pixels in counts.values()}
+    if len(filled) == 1:
+        return filled.pop()
+    fits = [
+        side
+        for side in range(unit, max(filled) + 1, unit)
+        if all(-(-(side // pixels) // window) == number for number, window, pixels in counts.values())
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _size_of_windows(model: nn.Module, state: State) -> tuple[int, int] | None:
+    """The image size that a Swin's bias tables tell: a window is no larger than its stage's grid."""
+    mine, theirs = _windows(model.state_dict()), _windows(state)
+    if len(mine) != len(theirs) or None in mine or None in theirs:
+        return None
+    largest = max((size for size in theirs if size is not None), default=0)
+    for full in (mine, [largest] * len(theirs)):
+        cut = [stage for stage, size in enumerate(theirs) if size < full[stage]]  # type: ignore[operator]
+        if not cut:
+            continue
+        tokens = theirs[cut[-1]] << cut[-1]  # type: ignore[operator]  # along a side of the first stage
+        if all(min(size, tokens >> stage) == theirs[stage] for stage, size in enumerate(full)):  # type: ignore[type-var]
+            height, width = _reduction(model, 0)
+            return tokens * height, tokens * width
+    return None
 
 
 def _window_size(model: nn.Module, state: State) -> int | tuple[int, ...] | None:
@@ -516,9 +825,84 @@ def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, 
     theirs = _looks_like(state)
     if theirs and theirs != _looks_like(own):
         lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")
-    else:
-        lines.append("Check the model name, or pass --model-arg KEY=VALUE (such as img_size or num_classes).")
+    fitting = _fitting_names(state, own, name)
+    if fitting:
+        lines.append(f"The file has the shapes of {' or '.join(fitting)}.")
+    elif theirs == _looks_like(own):
+        lines.append("Check the model name, or pass --img-size N or --model-arg KEY=VALUE (such as num_classes).")
     return "\n".join(lines)
+
+
+def _fitting_names(state: State, own: Mapping[str, Tensor], name: str, most: int = 3) -> list[str]:
+    """A few supported names whose blocks have the shapes of a file's, those of the given name's family first.
+
+    None where the model's own blocks have them: then another name is not what is wrong.
+    """
+    outline = _outline(state)
+    if outline is None or outline == _outline(own):
+        return []
+    family, given, extent = name.split("_")[0], name.split(".")[0], _extent(state)
+    patch = f"patch{outline['patch']}_"
+    names = supported_names([swin if "depths" in outline else vit])
+    near = [n for n in names if n != given and (patch in n or "_patch" not in n)]
+    near = [n for n in near if ("distilled" in n) == ("dist_token" in outline.get("tokens", ()))]
+    found: list[tuple[bool, str]] = []
+    other_width: set[str] = set()
+    for n in sorted(near, key=lambda n: (n.split("_")[0] != family, n)):
+        kind = "_".join(n.split("_")[:2])  # names of one kind, such as vit_base, have one width
+        if kind in other_width or len(found) >= 4 * most:
+            continue
+        built, size = _outline_of(n)
+        if built is None or built["width"] != outline["width"]:
+            other_width.add(kind)
+        elif built == outline:
+            found.append((size != extent, n))
+    same_size = [n for other, n in found if not other]
+    return (same_size or [n for _, n in found])[:most]
+
+
+@cache
+def _outline_of(name: str) -> tuple[dict[str, Any] | None, list[int | None]]:
+    with suppress(ModelError):
+        shape = load_shape(name, {"num_classes": 1}).state_dict()
+        return _outline(shape), _extent(shape)
+    return None, []
+
+
+def _outline(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    """What shapes tell of an architecture whatever its classes, channels and image size; None without any blocks."""
+    patch, first = state.get("patch_embed.proj.weight"), state.get("patch_embed.proj.bias")
+    if patch is None or patch.dim() != 4:
+        return None
+    outline: dict[str, Any] = {"width": patch.shape[0], "patch": patch.shape[-1], "bias": first is not None}
+    blocks = {tuple(map(int, m.groups())) for key in state if (m := re.match(r"layers\.(\d+)\.blocks\.(\d+)\.", key))}
+    if blocks:
+        counts = Counter(stage for stage, _ in blocks)
+        return outline | {"depths": tuple(counts[stage] for stage in sorted(counts))}
+    depth = len({key.split(".")[1] for key in state if re.match(r"blocks\.\d+\.", key)})
+    if not depth:
+        return None
+    tokens = tuple(key for key in ("cls_token", "dist_token", "reg_token") if key in state)
+    extra = (
+        "norm_pre.weight",
+        "norm.weight",
+        "fc_norm.weight",
+        "blocks.0.attn.qkv.bias",
+        "blocks.0.attn.q_norm.weight",
+    )
+    hidden = state.get("blocks.0.mlp.fc1.weight")
+    return outline | {
+        "depth": depth,
+        "tokens": tokens,
+        "layers": tuple(key for key in extra if key in state),
+        "layer scale": "blocks.0.ls1.gamma" in state or "blocks.0.gamma_1" in state,
+        "hidden": None if hidden is None else hidden.shape[0],
+    }
+
+
+def _extent(state: Mapping[str, Tensor]) -> list[int | None]:
+    """What depends on the image size: the positions of a ViT, the windows of a Swin."""
+    return [state["pos_embed"].shape[1]] if "pos_embed" in state else _windows(state)
 
 
 def _looks_like(state: Mapping[str, Tensor]) -> str:

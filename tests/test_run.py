@@ -467,6 +467,12 @@ def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, st
     assert_same_run(tmp_path / "run", straight(WARM))
 
 
+def untrained():
+    model = tiny_vit()
+    torch.nn.init.zeros_(model.head.weight)
+    return model
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
@@ -476,9 +482,16 @@ def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, st
         (dict(seed="one"), RecipeError, "seed: expected a whole number, got 'one'"),
         (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
         (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
+        (dict(source=5), ModelError, "source: expected a dict"),
+        (dict(watch=5), RecipeError, "watch: expected a maskaq.watch.Watch, got 5"),
+        (dict(device="privateuseone"), DeviceError, "device 'privateuseone' cannot be used"),
+        (dict(device="hpu"), DeviceError, "device 'hpu' cannot be used"),
+        (dict(device="meta"), DeviceError, "device 'meta' cannot be used"),
+        (dict(device="xla"), DeviceError, "device 'xla' cannot be used"),
         (dict(device=3.5), DeviceError, "device: expected a name such as cpu or cuda:1, got 3.5"),
         (dict(model="cifar10_vit"), ModelError, "maskaq.load_model('cifar10_vit') loads it"),
         (dict(model=None), ModelError, "NoneType is not a supported model"),
+        (dict(model=untrained()), ModelError, "layer 'head'"),
         (dict(model=tiny_vit().to("meta")), ModelError, "on the meta device, where it has no weights"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

@@ -24,7 +24,7 @@ from maskaq.data import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, MaskaqError, ModelError, RecipeError, RunFolderError, SynthesisError
 from maskaq.folder import FolderImages
-from maskaq.models import expose, geometry
+from maskaq.models import expose, geometry, refuse_zero_weights
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import STRIP_FILE
@@ -92,6 +92,7 @@ def quantize(
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
+    _check_arguments(watch, source)
     watch, seed = watch or Watch(), _whole_number(seed)
     if not isinstance(out, str | Path):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
@@ -99,6 +100,7 @@ def quantize(
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    refuse_zero_weights(teacher)
     teacher = teacher.to(device)
     student = quantized_twin(teacher, recipe.quantization)
     engine = pick_engine(device, fast, watch)
@@ -296,7 +298,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         torch.zeros(1, device=picked).item()
     except TypeError as error:
         raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last: a kind of device without its package
         raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return picked
 
@@ -377,3 +379,14 @@ def commit() -> str | None:
 def device_name(device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     return torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
+
+
+def _check_arguments(watch: Any, source: Any) -> None:
+    """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
+    if source is not None and not isinstance(source, dict):
+        raise ModelError(f'source: expected a dict such as {{"name": ..., "args": {{...}}}}, got {source!r}')
+    lacks = (
+        [] if watch is None else [name for name in vars(Watch) if not name.startswith("_") and not hasattr(watch, name)]
+    )
+    if lacks:
+        raise RecipeError(f"watch: expected a maskaq.watch.Watch, got {watch!r}, which has no {lacks[0]}")

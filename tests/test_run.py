@@ -31,6 +31,7 @@ from helpers import (
     in_process,
     left_half_written,
     packed,
+    pair,
     quantize_and_die,
     quantize_and_tell,
     small_recipe,
@@ -39,6 +40,7 @@ from helpers import (
     tiny_vit,
 )
 
+import maskaq
 from maskaq import results
 from maskaq.calibration import Calibrator
 from maskaq.config import load_recipe, to_toml
@@ -47,6 +49,7 @@ from maskaq.errors import (
     CalibrationError,
     CheckpointError,
     DeviceError,
+    MaskaqError,
     ModelError,
     PretrainedError,
     RecipeError,
@@ -502,6 +505,25 @@ def test_an_argument_of_a_wrong_kind_is_told_in_one_line(tmp_path, given, kind, 
         quantize(**asked)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("odd", ["n" * 300, "a\0b"], ids=["too long", "NUL"])
+def test_a_path_that_no_system_takes_is_told_in_python_too(tmp_path, odd):
+    path, model = tmp_path / odd, tiny_vit()
+    for call in (
+        lambda: quantize(model, small_recipe(), path),
+        lambda: maskaq.load_model(VIT, path),
+        lambda: maskaq.load_recipe(odd),
+        lambda: maskaq.load_recipe(f"{odd}.toml"),
+        lambda: maskaq.image_folder(path, model),
+        lambda: maskaq.from_pretrained(path),
+        lambda: maskaq.save_pretrained(pair(small_recipe())[1], path, architecture={"name": VIT, "args": VIT_ARGS}),
+        lambda: maskaq.open_run(path),
+        lambda: maskaq.write_report(path),
+    ):
+        with pytest.raises(MaskaqError):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path, straight):

@@ -104,7 +104,7 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
 
 def is_pretrained(folder: str | Path) -> bool:
     """Whether a folder is meant to be a saved model; `from_pretrained` says whether it is a sound one."""
-    return (Path(folder) / CONFIG).is_file()
+    return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 def is_sound(folder: str | Path) -> bool:
@@ -484,8 +484,8 @@ def _short(text: str) -> str:
 
 def _read_config(root: Path) -> dict[str, Any]:
     path = root / CONFIG
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
+    if not os.path.isdir(root):
+        what = "is a file" if os.path.exists(root) else "does not exist"
         raise PretrainedError(f"{root} {what}: {_EXPECTED}")
     try:
         config = json.loads(_read_bytes(path))
@@ -516,14 +516,14 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _path(folder: Any) -> Path:
-    if not isinstance(folder, str | os.PathLike):
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
         raise PretrainedError(f"expected the path of a folder, got {folder!r}")
     return Path(folder)
 
 
 def _check_replaceable(root: Path) -> None:
     """Raises for a place where something else is than an earlier saved model."""
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+    if not os.path.exists(root) or (root.is_dir() and not any(root.iterdir())):
         return
     others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []
     try:

@@ -94,7 +94,7 @@ def quantize(
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
     _check_arguments(watch, source)
     watch, seed = watch or Watch(), _whole_number(seed)
-    if not isinstance(out, str | Path):
+    if not isinstance(out, str | Path) or "\0" in str(out):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
     device = pick_device(device)
     teacher = expose(model)

@@ -213,7 +213,7 @@ def _read_bytes(path: Path) -> bytes:
 def _read_json(path: Path, remedy: str = _ANEW) -> Any:
     try:
         return json.loads(_read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, error, remedy) from None
 
 
@@ -453,7 +453,7 @@ class RunFolder:
         """The folder for reading only, without lock; another process may be at work in it."""
         root = Path(path)
         if not os.path.isfile(root / "run.json"):
-            what = "is not a run folder" if root.exists() else "does not exist"
+            what = "is not a run folder" if os.path.exists(root) else "does not exist"
             raise RunFolderError(f"{root} {what}: expected the --out of an earlier run, with run.json in it")
         return cls(root, _read_run(root))
 

@@ -162,10 +162,25 @@ def compare(
 
 
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
-    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images."""
+    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images.
+
+    A row that could not be measured now keeps what was measured before on the same images: the run is the same.
+    """
     found = metrics(table, data)
+    before = _measured(Path(folder), data)
+    found["accuracy"] |= {name: before[name] for name, row in table.items() if isinstance(row, str) and name in before}
     runfolder.write_json_atomic(Path(folder) / METRICS_FILE, found)
     add_metrics(Path(folder) / QUANTIZED, found)
+
+
+def _measured(folder: Path, data: str) -> dict[str, Any]:
+    """The rows of metrics.json that are figures, if they are of these images."""
+    try:
+        kept = RunFolder.read(folder).read_json(METRICS_FILE)
+    except RunFolderError:  # there is none, or none that can be read
+        return {}
+    rows = kept.get("accuracy") if isinstance(kept, dict) and kept.get("data") == data else None
+    return {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
 
 
 def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:

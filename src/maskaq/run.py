@@ -186,6 +186,7 @@ def _images_of_round(run: RunFolder, source: ImageSource, round: int, recipe: Re
                 f"by round {round + 1} the student has probably diverged: lower calibration.lr "
                 f"(now {recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
             )
+        cause = getattr(source, "blamed", None) or cause
         raise SynthesisError(
             f"{lost_in_all} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
             f"{config.max_lost} allows; {cause}, in a new run folder"

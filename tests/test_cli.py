@@ -389,6 +389,8 @@ def place(tmp_path) -> Path:
     (tmp_path / "foreign" / "thesis.txt").write_text("mine")
     (tmp_path / "broken.safetensors").write_bytes(b"\0" * 100)
     (tmp_path / "bad.toml").write_text("[synthesis\n")
+    untrained = tiny_vit().state_dict()
+    safetensors.torch.save_file(untrained | {"head.weight": torch.zeros(4, 16)}, tmp_path / "untrained.safetensors")
     (tmp_path / "bad.json").write_text("{")
     return tmp_path
 
@@ -433,6 +435,10 @@ MISTAKES = {
     "checkpoint of another architecture": (
         lambda f, p: change(f, p / "run", weights(f), str(f / "swin.safetensors")),
         ["do not fit", "missing in the file:", "cls_token", "unexpected", "layers.0.blocks.0.attn", "look like a Swin"],
+    ),
+    "checkpoint of an untrained classifier": (
+        lambda f, p: change(f, p / "run", weights(f), str(p / "untrained.safetensors")),
+        ["'head'"],
     ),
     "unknown recipe": (
         lambda f, p: change(f, p / "run", "paper", "qick"),

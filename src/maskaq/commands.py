@@ -45,7 +45,7 @@ from maskaq.export import SUFFIXES, check_target
 from maskaq.export import export as write_export
 from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
-from maskaq.models import data_config, expose, geometry, has_classifier, supported_names
+from maskaq.models import data_config, expose, geometry, has_classifier, refuse_zero_weights, supported_names
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
 from maskaq.pretrained import from_pretrained, is_pretrained
 from maskaq.quant.quantizers import QUANTIZERS
@@ -100,6 +100,7 @@ def _run(
     if batches:
         batches(model)  # a wrong folder is told now, not after the work
     exposed = expose(model)
+    refuse_zero_weights(exposed)
     RunFolder.check(args.out, run.identity(model, recipe, args.seed))
     run.check_folder(recipe, args.out)
     console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))

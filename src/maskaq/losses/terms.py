@@ -168,10 +168,8 @@ class Objective:
             found = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"
         else:
             return value
-        raise RecipeError(
-            f"{self.section}.{term.name}: expected one floating-point number per image, a tensor of shape ({images},) on "
-            f"{device}, got {found}"
-        )
+        wanted = f"one floating-point number per image, a tensor of shape ({images},) on {device}"
+        raise RecipeError(f"{self.section}.{term.name}: expected {wanted}, got {found}")
 
     def check_gradient(self, total: Tensor, of: str) -> None:
         """RecipeError where no term depends on what is optimised."""

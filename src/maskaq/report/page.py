@@ -51,7 +51,7 @@ def html(records: Sequence[Record]) -> str:
 MADE_BY = "made by maskaq report"
 """In the first lines of page and Markdown: such a file may be written anew."""
 _MADE_BY_0_1_0 = b"\xc2\xb7 maskaq</title>"
-UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, jinja2.TemplateError)
+UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, jinja2.TemplateError)
 """What a page raises for records that somebody edited."""
 
 

@@ -406,7 +406,7 @@ def _full_precision(args: argparse.Namespace, load: Callable[[], nn.Module]) -> 
         if os.path.isdir(args.model):
             raise ModelError(
                 f"{args.model} is a folder, neither a run (it has no run.json) nor a saved model (no config.json): "
-                "expected those, or the name of a model (`maskaq list models`)"
+                "expected the name of a model (`maskaq list models`)"
             ) from error
         raise
 

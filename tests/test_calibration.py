@@ -13,7 +13,7 @@ from maskaq import calibration
 from maskaq.calibration import Calibrator
 from maskaq.data import SyntheticSet
 from maskaq.engine import Engine
-from maskaq.errors import CalibrationError, MaskaqError
+from maskaq.errors import CalibrationError, MaskaqError, RecipeError
 from maskaq.losses import terms
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, TermSpec, calibration_term
 from maskaq.quant.quantizers import LSQ
@@ -222,7 +222,12 @@ def test_where_not_even_one_image_fits_the_memory_error_comes_through():
 def poison(monkeypatch, factor) -> None:
     """The logit KL times factor()."""
     real = CALIBRATION_TERMS["logit_kl"].function
-    monkeypatch.setitem(CALIBRATION_TERMS, "logit_kl", TermSpec("logit_kl", lambda v: real(v) * factor(), ()))
+
+    def term(v: CalibrationView) -> torch.Tensor:
+        return real(v) * factor()
+
+    term.__module__ = real.__module__  # one of ours, not the user's
+    monkeypatch.setitem(CALIBRATION_TERMS, "logit_kl", TermSpec("logit_kl", term, ()))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -244,6 +249,57 @@ def test_a_run_whose_loss_becomes_no_number_keeps_the_last_sound_student_and_sav
     saved = RunFolder.read(tmp_path / "run").load_checkpoint()
     assert saved.epoch == 1 and all(torch.isfinite(value).all() for value in saved.tensors.values())
     assert not (tmp_path / "run" / "quantized").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9], ids=["looks at every step", "looks once"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_lost_to_a_term_of_ones_own_is_blamed_on_it_by_name(monkeypatch, seconds, value):
+    class Looking(Engine):
+        seconds_between_looks = seconds
+
+    monkeypatch.setattr(terms, "CALIBRATION_TERMS", dict(CALIBRATION_TERMS))
+    monkeypatch.setattr(calibration, "CALIBRATION_TERMS", terms.CALIBRATION_TERMS)
+    calls = []
+
+    @calibration_term
+    def sparkle(v: CalibrationView) -> torch.Tensor:
+        calls.append(1)
+        return v.student_logits.mean(dim=1) * (value if len(calls) == 3 else 0.0)
+
+    cal = calibrator("calibration.terms.sparkle=1", "calibration.batch=1", engine=Looking())
+    cal._looked = 0.0 if seconds == 0 else float("inf")
+    with pytest.raises(CalibrationError, match=r"in epoch 0.*calibration\.terms\.sparkle") as raised:
+        cal.epoch(pictures(), 0)
+    assert "calibration.lr" not in str(raised.value)
+
+
+def test_a_student_that_diverges_is_not_blamed_on_a_term_of_ones_own_alone(monkeypatch):
+    monkeypatch.setattr(terms, "CALIBRATION_TERMS", dict(CALIBRATION_TERMS))
+    monkeypatch.setattr(calibration, "CALIBRATION_TERMS", terms.CALIBRATION_TERMS)
+
+    @calibration_term
+    def sparkle(v: CalibrationView) -> torch.Tensor:
+        return v.student_logits.square().mean(dim=1)
+
+    cal = calibrator("calibration.terms.sparkle=1")
+    next(cal.student.parameters()).data.fill_(math.nan)
+    with pytest.raises(CalibrationError, match=r"lower calibration\.lr"):
+        cal.epoch(pictures(), 0)
+
+
+@pytest.mark.parametrize(
+    "value", [1.0, None, "x", torch.zeros(()), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)]
+)
+def test_a_term_that_does_not_give_one_number_per_image_is_named(monkeypatch, value):
+    monkeypatch.setattr(terms, "CALIBRATION_TERMS", dict(CALIBRATION_TERMS))
+    monkeypatch.setattr(calibration, "CALIBRATION_TERMS", terms.CALIBRATION_TERMS)
+
+    @calibration_term
+    def sparkle(v: CalibrationView) -> torch.Tensor:
+        return value
+
+    with pytest.raises(RecipeError, match=r"calibration\.terms\.sparkle: expected .*\(4,\)"):
+        calibrator("calibration.terms.sparkle=1").epoch(pictures(), 0)
 
 
 # ---- optimiser

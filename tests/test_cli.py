@@ -339,9 +339,31 @@ def test_a_saved_model_is_evaluated_and_inspected_by_its_folder(call, files, fin
     assert json.loads((tmp_path / "table.json").read_text())["accuracy"]["maskaq"] == alone["maskaq"]
     code, out, err = call("inspect", saved)
     assert code == 0 and not err and "blocks.1.mlp.fc2" in out and "x smaller" in out
-    for words in (("inspect", saved, "--bits", "w3a3"), ("inspect", saved, "--checkpoint", files / "vit.safetensors")):
-        code, _, err = call(*words)
-        assert code == 1 and "is a saved model" in err
+    assert call("inspect", finished)[1].replace(str(finished), str(saved)) == out  # the model of a run
+
+
+@pytest.mark.parametrize(
+    "option", ["--bits=w3a3", "--recipe=nope", "--set=synthesis.steps=3", "--checkpoint=x.pth", "--model-arg=depth=3"]
+)
+def test_options_that_a_quantized_model_cannot_follow_are_refused(call, finished, option):
+    for folder, words in ((finished / QUANTIZED, "is a saved model"), (finished, "is a run")):
+        code, _, err = call("inspect", folder, option)
+        assert code == 1 and words in err and option.split("=")[0] in err
+
+
+def test_inspecting_a_run_that_is_not_finished_says_how_to_finish_it(call, files, tmp_path):
+    assert call(*quantize(files, tmp_path / "run", command="synthesize"))[0] == 0
+    code, _, err = call("inspect", tmp_path / "run")
+    assert code == 1 and f"maskaq calibrate {tmp_path / 'run'}" in err and "unknown model" not in err
+
+
+@pytest.mark.parametrize("inside", ["", QUANTIZED])
+def test_what_is_quantized_already_is_not_quantized_again(call, finished, tmp_path, inside):
+    before = content(finished)
+    for command in ("quantize", "synthesize"):
+        code, _, err = call(command, finished / inside, "--out", tmp_path / "new")
+        assert code == 1 and "quantized already" in err and str(finished / inside) in err
+    assert content(finished) == before and not (tmp_path / "new").exists()
 
 
 def test_an_evaluated_run_has_its_accuracy_in_its_models_card(call, files, tmp_path):
@@ -435,6 +457,8 @@ def place(tmp_path) -> Path:
     (tmp_path / "foreign" / "thesis.txt").write_text("mine")
     (tmp_path / "broken.safetensors").write_bytes(b"\0" * 100)
     (tmp_path / "bad.toml").write_text("[synthesis\n")
+    untrained = tiny_vit().state_dict()
+    safetensors.torch.save_file(untrained | {"head.weight": torch.zeros(4, 16)}, tmp_path / "untrained.safetensors")
     (tmp_path / "bad.json").write_text("{")
     return tmp_path
 
@@ -496,6 +520,10 @@ MISTAKES = {
     "checkpoint of another architecture": (
         lambda f, p: change(f, p / "run", weights(f), str(f / "swin.safetensors")),
         ["do not fit", "missing in the file:", "cls_token", "unexpected", "layers.0.blocks.0.attn", "look like a Swin"],
+    ),
+    "checkpoint of an untrained classifier": (
+        lambda f, p: change(f, p / "run", weights(f), str(p / "untrained.safetensors")),
+        ["'head'"],
     ),
     "unknown recipe": (
         lambda f, p: change(f, p / "run", "paper", "qick"),
@@ -815,6 +843,125 @@ def test_a_runs_weights_that_moved_are_given_and_others_are_told(call, files, tm
     assert code == 0 and "no such file" not in out
     code, _, err = call(*evaluate, "--model-arg", "depth=3")
     assert code == 1 and "knows its model" in err
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory) -> Path:
+    """A finished run of an embedded model."""
+    out = tmp_path_factory.mktemp("embedded") / "run"
+    small = "synthesis.images=4 synthesis.batch=4 synthesis.steps=1 calibration.epochs=1 calibration.batch=4"
+    assert cli.main(["quantize", "cifar10_vit", "--out", str(out), "--device", "cpu", "--set", *small.split()]) == 0
+    return out
+
+
+def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluated_or_written(
+    call, files, finished, embedded, tmp_path, monkeypatch
+):
+    other = tmp_path / "other.safetensors"
+    safetensors.torch.save_file(tiny_vit(seed=1).state_dict(), other)
+    (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 100)
+    monkeypatch.setattr("maskaq.results.evaluate", lambda *_: pytest.fail("evaluated"))
+    for out, data in ((finished, files / "data"), (embedded, cli.DEMO_DATA)):
+        before = content(out)
+        for file in (other, tmp_path / "damaged.safetensors", tmp_path / "gone.safetensors", tmp_path):
+            for words in (("evaluate", out, "--data", data), ("calibrate", out), ("report", out)):
+                code, _, err = call(*words, "--device", "cpu", "--checkpoint", file)
+                assert code == 1 and err.startswith("error: ") and err.count("\n") < 40
+                assert (str(file) if out is finished else "cifar10_vit") in err
+        assert content(out) == before
+
+
+def test_a_row_that_cannot_be_measured_any_more_keeps_its_figures(call, files, tmp_path):
+    weights, out = tmp_path / "weights.safetensors", tmp_path / "run"
+    weights.write_bytes((files / "vit.safetensors").read_bytes())
+    argv = quantize(files, out)
+    argv[argv.index(str(files / "vit.safetensors"))] = str(weights)
+    evaluate = ("evaluate", out, "--device", "cpu", "--class-index", files / "index.json", "--data")
+    assert call(*argv)[0] == call(*evaluate, files / "data")[0] == 0
+    measured = json.loads((out / "metrics.json").read_text())
+    weights.unlink()
+    code, text, _ = call(*evaluate, files / "data")
+    assert code == 0 and "no such file" in text
+    assert json.loads((out / "metrics.json").read_text()) == measured
+    assert (
+        json.loads((out / QUANTIZED / "config.json").read_text())["made"]["metrics"]["accuracy"] == measured["accuracy"]
+    )
+    assert call(*evaluate, files / "subset")[0] == 0  # other images: the old figures are not theirs
+    rows = json.loads((out / "metrics.json").read_text())["accuracy"]
+    assert isinstance(rows["full precision"], str) and rows["maskaq"]["n"] == 6
+
+
+LONG = "n" * 300
+PATHS = {
+    "quantize --out": ["quantize", "cifar10_vit", "--out", LONG],
+    "synthesize --out": ["synthesize", "cifar10_vit", "--out", LONG],
+    "demo --out": ["demo", "--out", LONG],
+    "quantize": ["quantize", LONG],
+    "quantize --checkpoint": ["quantize", VIT, "--checkpoint", LONG],
+    "quantize --recipe": ["quantize", "cifar10_vit", "--recipe", LONG],
+    "quantize --recipe, a file": ["quantize", "cifar10_vit", "--recipe", f"{LONG}.toml"],
+    "quantize --recipe, images": ["quantize", "cifar10_vit", "--recipe", f"images:{LONG}"],
+    "quantize --recipe, a home": ["quantize", "cifar10_vit", "--recipe", f"images:~{LONG}"],
+    "quantize --data": ["quantize", "cifar10_vit", "--data", LONG],
+    "calibrate": ["calibrate", LONG],
+    "evaluate": ["evaluate", LONG, "--data", "x"],
+    "evaluate a folder": ["evaluate", f"x/{LONG}", "--data", "x"],
+    "evaluate --data": ["evaluate", "cifar10_vit", "--data", LONG],
+    "evaluate --class-index": ["evaluate", "cifar10_vit", "--data", ".", "--class-index", LONG],
+    "evaluate --checkpoint": ["evaluate", VIT, "--data", ".", "--checkpoint", LONG],
+    "export": ["export", LONG],
+    "export -o": ["export", "x", "-o", f"{LONG}.onnx"],
+    "report": ["report", LONG],
+    "report -o": ["report", "x", "-o", f"{LONG}.html"],
+    "inspect": ["inspect", LONG],
+    "inspect --checkpoint": ["inspect", VIT, "--checkpoint", LONG],
+    "bench-runtime": ["bench-runtime", f"{LONG}.onnx"],
+}
+
+
+@pytest.mark.parametrize("odd", [LONG, "a\0b"], ids=["too long", "NUL"])
+@pytest.mark.parametrize("argv", PATHS.values(), ids=PATHS.keys())
+def test_a_path_that_no_system_takes_is_told_without_a_traceback(call, tmp_path, monkeypatch, argv, odd):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(*(word.replace(LONG, odd) for word in argv))
+    assert code in (1, 2) and "error: " in err and "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_no_command_foresaw_is_told_without_a_traceback(call, monkeypatch):
+    def stumble(*_: object) -> None:
+        Path("/dev/null/x").read_bytes()
+
+    monkeypatch.setattr("maskaq.commands.inspect", stumble)
+    assert call("inspect", "cifar10_vit") == (1, "", "error: /dev/null/x: Not a directory\n")
+
+
+DEEP = "[" * 20_000
+
+
+def test_what_is_nested_too_deeply_is_told_without_a_traceback(call, files, tmp_path):
+    (tmp_path / "deep.json").write_text(DEEP)
+    (tmp_path / "deep.toml").write_text(f"v = {DEEP}")
+    for i in range(2000):
+        (tmp_path / f"{i}.toml").write_text(f'extends = "{i + 1}.toml"')
+    key = "synthesis.steps" + ".a" * 20_000
+    for argv, words in (
+        (("evaluate", *model(files), "--data", files / "data", "--class-index", tmp_path / "deep.json"), "deep.json"),
+        (("inspect", "cifar10_vit", "--recipe", tmp_path / "deep.toml"), "deep.toml"),
+        (("inspect", "cifar10_vit", "--recipe", tmp_path / "0.toml"), "0.toml"),
+        (("inspect", "cifar10_vit", "--set", f"synthesis.steps={DEEP}"), "synthesis.steps"),
+        (("inspect", "cifar10_vit", "--set", f"{key}=1"), "synthesis.steps"),
+        (("inspect", "cifar10_vit", "--set", f"{key}=1", f"{key}=2"), "synthesis.steps"),
+        (("inspect", VIT, "--model-arg", f"depth={DEEP}"), "depth"),
+        (("inspect", VIT, "--model-arg", f"depth={'-' * 20_000}1"), "depth"),
+    ):
+        code, _, err = call(*argv)
+        assert code == 1 and err.startswith("error: ") and words in err and "Traceback" not in err
+        assert len(err) < 50_000
+
+
+def test_evaluate_offers_no_option_that_it_would_ignore(call):
+    assert "--plain" not in call("evaluate", "--help")[1] and "--plain" in call("quantize", "--help")[1]
 
 
 def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call, monkeypatch):

@@ -12,6 +12,7 @@ from timm.models import get_pretrained_cfg
 from timm.models import swin_transformer as timm_swin
 from timm.models import vision_transformer as timm_vit
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from maskaq.errors import ModelError
 from maskaq.models import (
@@ -23,6 +24,7 @@ from maskaq.models import (
     geometry,
     has_classifier,
     pretrained_tags,
+    refuse_zero_weights,
     supported_names,
 )
 from maskaq.models.load import load_shape
@@ -528,6 +530,75 @@ def test_a_layer_of_unknown_kind_is_refused_by_its_path():
     model.blocks[1].mlp.fc1 = type("LowRankLinear", (nn.Linear,), {})(32, 128)
     with pytest.raises(ModelError, match=r"layer 'blocks.1.mlp.fc1' \(LowRankLinear\) cannot be quantized"):
         expose(model)
+
+
+def doubled(layer):
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+ALTERED = {
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "weight norm": lambda m: nn.utils.weight_norm(m),
+    "spectral norm": lambda m: nn.utils.spectral_norm(m),
+    "parametrized": lambda m: parametrize.register_parametrization(m, "weight", Half()),
+    "new weight norm": lambda m: nn.utils.parametrizations.weight_norm(m),
+    "forward": doubled,
+    "forward hook": lambda m: m.register_forward_hook(lambda module, inputs, out: 2 * out),
+    "forward pre-hook": lambda m: m.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+    "backward hook": lambda m: m.register_full_backward_hook(lambda module, back, out: None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("alter", ALTERED.values(), ids=ALTERED.keys())
+@pytest.mark.parametrize("path", ["blocks.1.mlp.fc1", "head"])
+def test_a_layer_that_computes_more_than_its_class_says_is_refused_by_its_path(alter, path):
+    model = vit()
+    alter(model.get_submodule(path))
+    with pytest.raises(ModelError, match=f"layer '{path}'"):
+        expose(model)
+
+
+def test_a_model_with_a_forward_of_its_own_is_refused():
+    model = swin()
+    model.forward = lambda x: x
+    with pytest.raises(ModelError, match="SwinTransformer.*forward"):
+        expose(model)
+
+
+def test_a_pruned_model_made_permanent_is_taken():
+    model = vit()
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    prune.remove(model.head, "weight")
+    images = images_for(model)
+    torch.testing.assert_close(expose(model)(images), model(images))
+
+
+@pytest.mark.parametrize("build", [vit, partial(vit, "deit_tiny_distilled_patch16_224"), swin])
+def test_a_classifier_of_zeros_is_refused_by_its_name(build):
+    model = build()
+    refuse_zero_weights(expose(model))
+    for name in (heads := geometry(expose(model)).last):
+        nn.init.zeros_(model.get_submodule(name).weight)
+    with pytest.raises(ModelError, match=f"layer '{heads[0]}'.*classifier"):
+        refuse_zero_weights(expose(model))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    with pytest.raises(ModelError, match=f"layer '{heads[0]}'.*every linear layer"):
+        refuse_zero_weights(expose(model))
+
+
+def test_zeros_elsewhere_are_taken():
+    model = vit(init_values=1.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "gamma", "blocks.1.attn.proj.weight")):
+            nn.init.zeros_(parameter)
+    refuse_zero_weights(expose(model))
 
 
 def test_a_refused_model_is_left_as_it_was():

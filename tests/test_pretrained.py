@@ -239,6 +239,45 @@ def test_labels_and_the_story_of_the_model_are_kept(tmp_path):
         save_pretrained(loaded, tmp_path / "again", labels=labels[:2])
 
 
+def relabelled(config):
+    config["id2label"]["2"] = "plum"
+
+
+LABEL_EDITS = {
+    "a label": (relabelled, "id2label.2"),
+    "all labels": (lambda config: config.pop("id2label"), "id2label"),
+    "the way back": (lambda config: config["label2id"].update(date=0), "label2id.date"),
+}
+
+
+@pytest.mark.parametrize(("edit", "key"), LABEL_EDITS.values(), ids=LABEL_EDITS.keys())
+def test_edited_labels_are_refused_with_their_key_and_saving_again_changes_them(tmp_path, edit, key):
+    labels = ["apple", "bread", "cherry", "date"]
+    save_pretrained(student_of(tiny_vit()), tmp_path / "m", architecture=NAMED, labels=labels)
+    loaded = from_pretrained(tmp_path / "m")
+    save_pretrained(loaded, tmp_path / "other", labels=["a", "b", "c", "d"])
+    assert from_pretrained(tmp_path / "other").maskaq_config["id2label"]["2"] == "c"
+    change(tmp_path / "m", edit)
+    assert f"config.json was changed after the model was saved: {key}" in refused(tmp_path / "m")
+
+
+def test_labels_that_were_never_saved_cannot_be_put_in(folder):
+    change(folder, lambda config: config.update(id2label={str(i): "x" for i in range(4)}))
+    assert "config.json was changed after the model was saved: id2label" in refused(folder)
+
+
+def test_a_folder_whose_weights_do_not_repeat_its_labels_still_loads(tmp_path):
+    labels = ["apple", "bread", "cherry", "date"]
+    save_pretrained(student_of(tiny_vit()), tmp_path / "m", architecture=NAMED, labels=labels)
+    held, metadata = runfolder.read_tensors(tmp_path / "m" / "model.safetensors")
+    described = json.loads(metadata["config"])
+    del described["id2label"]  # as maskaq 0.1.0 wrote it
+    data = runfolder.seal(held, {"config": json.dumps(described)})
+    (tmp_path / "m" / "model.safetensors").write_bytes(data)
+    change(tmp_path / "m", setter("weights/sha256", sha256(data).hexdigest()))
+    assert from_pretrained(tmp_path / "m").maskaq_config["id2label"]["3"] == "date"
+
+
 def test_measured_accuracy_enters_the_config_and_the_card(folder):
     row = {"top1": 57.4, "top5": 80.0, "n": 1000, "standard_error": 1.56}
     before = from_pretrained(folder)
@@ -477,6 +516,28 @@ def test_a_config_that_contradicts_the_weights_is_refused_even_with_right_digest
     assert str(folder) in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["timm/args/depth", "timm/args/embed_dim", "timm/args/num_classes", "timm/args/reg_tokens", "timm/args/img_size"],
+)
+@pytest.mark.parametrize("value", [100_000, 2**40, [1] * 100_000])
+def test_a_config_that_asks_for_more_than_the_weights_hold_is_refused_before_it_is_built(
+    folder, monkeypatch, path, value
+):
+    change(folder, setter(path, value), sealed=True)
+    monkeypatch.setattr(pretrained, "rebuild", lambda *_: pytest.fail("was built"))
+    assert str(folder) in refused(folder)
+
+
+@pytest.mark.parametrize("depths", [[100_000, 2], [1] * 100_000])
+def test_a_swin_of_more_blocks_than_the_weights_hold_is_refused_before_it_is_built(tmp_path, monkeypatch, depths):
+    architecture = {"name": SWIN, "args": SWIN_ARGS}
+    save_pretrained(student_of(tiny_swin()), tmp_path / "m", architecture=architecture)
+    change(tmp_path / "m", setter("timm/args/depths", depths), sealed=True)
+    monkeypatch.setattr(pretrained, "load_shape", lambda *_: pytest.fail("was built"))
+    assert "depths" in refused(tmp_path / "m")
+
+
 @pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0, [1]])
 def test_another_format_version_is_refused_by_name(folder, version):
     change(folder, setter("format_version", version), sealed=True)
@@ -498,7 +559,8 @@ def test_a_config_without_one_of_its_keys_is_refused(folder, key):
 
 def test_a_config_without_a_key_is_refused_even_where_the_weights_do_not_name_it(folder):
     held, metadata = runfolder.read_tensors(folder / "model.safetensors")
-    for key, others in [(key, json.loads(metadata["config"])) for key in json.loads(metadata["config"])]:
+    keys = json.loads(metadata["config"]).keys() - {"id2label"}  # a model need not have labels
+    for key, others in [(key, json.loads(metadata["config"])) for key in sorted(keys)]:
         del others[key]
         data = runfolder.seal(held, {"config": json.dumps(others)})
         (folder / "model.safetensors").write_bytes(data)
@@ -604,6 +666,13 @@ def test_places_without_a_saved_model_are_named(tmp_path, folder):
         (folder / name).write_bytes(kept)
     (folder / "README.md").unlink()  # nothing hangs on the card
     from_pretrained(folder)
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"model", ["model"]])
+def test_a_folder_that_is_no_path_is_told(folder, saved):
+    for call in (from_pretrained, lambda folder: save_pretrained(from_pretrained(saved), folder)):
+        with pytest.raises(PretrainedError, match="expected the path of a folder, got"):
+            call(folder)
 
 
 # ---- writing

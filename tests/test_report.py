@@ -241,14 +241,67 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_is_collected(own,
     assert not (own / collect.FACTS_FILE).exists()
 
 
-def test_a_file_of_the_users_beside_the_page_is_not_written_over(own, tmp_path):
-    notes = tmp_path / "notes.md"
-    notes.write_text("mine")
-    with pytest.raises(RunFolderError, match="is no report: choose another name"):
+@pytest.mark.parametrize(("mine", "other"), [("notes.md", "notes.html"), ("notes.html", "notes.md")])
+def test_a_file_of_the_users_is_not_written_over(own, tmp_path, mine, other):
+    (tmp_path / mine).write_text("<!DOCTYPE html><title>mine</title>")
+    with pytest.raises(RunFolderError, match=f"{mine} is there"):
         results.write_report(own, out=tmp_path / "notes.html", device="cpu")
-    assert notes.read_text() == "mine" and not (tmp_path / "notes.html").exists()
+    assert "mine" in (tmp_path / mine).read_text() and not (tmp_path / other).exists()
     for _ in range(2):  # its own it writes anew
         assert results.write_report(own, out=tmp_path / "page.html", device="cpu").exists()
+
+
+def test_a_page_of_several_runs_writes_over_no_file_either(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("compare.html").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"compare\.html is there"):
+        results.write_report(own, own, device="cpu")
+    assert Path("compare.html").read_text() == "mine"
+
+
+def test_a_page_of_maskaq_0_1_0_is_written_anew(own, tmp_path):
+    page = results.write_report(own, out=tmp_path / "page.html", device="cpu")
+    page.write_text(page.read_text().replace("<!-- made by maskaq report -->\n", "", 1))
+    results.write_report(own, out=page, device="cpu")
+    assert "made by maskaq report" in page.read_text()[:100]
+
+
+WRONG = {
+    "images": {"images": []},
+    "shown": {"images": {"shown": {}, "round": 0, "rounds": [], "names": {}}},
+    "a label": {"images": {"shown": [{"number": 0, "label": "1"}], "round": 0, "rounds": [], "names": {}}},
+    "model": {"model": [1]},
+    "attention": {"attention": [1]},
+    "sites": {"sites": {"a": 1}},
+    "a site": {"sites": [3]},
+    "an error": {"sites": [{"site": "x", "role": "weight", "bits": 4, "error": "0.5", "saturated": 0, "levels": 4}]},
+    "sizes": {"sizes": [{"name": "x", "float_bytes": "4", "quantized_bytes": 1}]},
+    "sensitivity": {"sensitivity": "none"},
+    "information": {"information": [1, 2]},
+    "a meaning": {"information": {"x": {"value": 1, "meaning": 3}}},
+}
+
+
+@pytest.mark.parametrize("edit", WRONG.values(), ids=WRONG.keys())
+def test_collected_facts_of_a_wrong_kind_are_named_with_their_file_and_key(own, edit):
+    (own / collect.FACTS_FILE).write_text(json.dumps(facts(own) | edit))
+    (key,) = edit
+    with pytest.raises(RunFolderError, match=re.escape(str(own / collect.FACTS_FILE)) + rf".*\b{key}\b.*delete"):
+        results.write_report(own, device="cpu")
+
+
+def test_collected_facts_of_images_that_are_not_there_are_told(own):
+    edited = facts(own)
+    edited["images"]["rounds"][0]["round"] = 77
+    (own / collect.FACTS_FILE).write_text(json.dumps(edited))
+    with pytest.raises(RunFolderError, match=f"{collect.FACTS_FILE}.*{re.escape(str(own))}"):
+        results.write_report(own, device="cpu")
+
+
+@pytest.mark.parametrize("accuracy", [[], "none", {CALIBRATED: {"top1": "3", "top5": 4, "standard_error": 1, "n": 2}}])
+def test_accuracies_of_a_wrong_kind_are_left_out(own, accuracy):
+    (own / "metrics.json").write_text(json.dumps({"data": ["x"], "accuracy": accuracy}))
+    assert "Not evaluated yet" in read_page(own)[1]
 
 
 def test_a_folder_whose_name_is_no_text_has_a_report_too(own):
@@ -310,6 +363,41 @@ def test_names_are_text_never_markup(own):
     html, _ = read_page(odd)
     assert "<b>&amp; run" not in html and "<script>alert" not in html
     assert "&lt;b&gt;&amp;amp; run" in html
+
+
+HOSTILE = "</code></pre></details><script>alert(1)</script><img src=x onerror=alert(2)>`|![x](http://x/)\n\n```\n# top"
+
+
+def test_nothing_that_a_run_folder_says_is_markup_in_the_markdown(own, vit):
+    run_json = json.loads((own / "run.json").read_text())
+    recipe = run_json["identity"]["recipe"]
+    run_json["identity"]["seed"] = recipe["synthesis"]["folder"] = HOSTILE
+    recipe["synthesis"] |= {"steps": 0, "start": "noise"}
+    recipe["refresh"]["every"] = 0
+    recipe["synthesis"]["terms"][HOSTILE] = recipe["calibration"]["terms"][HOSTILE] = 1.0
+    run_json["facts"]["device"] = HOSTILE
+    for facts_of in (run_json["facts"], *run_json.get("resumed", [])):
+        facts_of["source"] |= {"name": HOSTILE, "command": HOSTILE, "checkpoint": HOSTILE}
+    (own / "run.json").write_text(json.dumps(run_json))
+    row = {"top1": 1, "top5": 2, "standard_error": 3, "n": 4}
+    (own / "metrics.json").write_text(json.dumps({"data": HOSTILE, "accuracy": {HOSTILE: row, CALIBRATED: row}}))
+    kept = collect.read(RunFolder.read(own))
+    kept.facts["images"]["names"] = dict.fromkeys(map(str, range(4)), HOSTILE)
+    kept.facts["sites"][0]["site"] = kept.facts["sensitivity"][1]["layer"] = HOSTILE
+    kept.facts["sites"][0]["error"] = kept.facts["sensitivity"][1]["kl"] = 1e9
+    kept.facts["information"] = {HOSTILE: {"value": 1, "meaning": HOSTILE}, "summary": {"value": 1, "meaning": HOSTILE}}
+    collect.write(own, kept)
+    (own / "events.jsonl").unlink()  # they tell of rounds that this recipe does not have
+    odd = own.rename(own.with_name(HOSTILE.replace("/", "")))
+    for runs, least in (((odd,), 8), ((odd, vit), 6)):
+        html, markdown = read_page(*runs, out=odd.parent / "out.html")
+        assert "<script>alert" not in html and "<img src=x" not in html
+        assert markdown.count("alert(1)") >= least  # it is there, as text
+        assert not re.search(r"<(script|img|/pre>.*alert|/details>.*alert)|\]\(", markdown)
+        assert not [line for line in markdown.splitlines() if line.startswith(("# top", "```"))]
+        assert "`" not in re.sub(r"`[\w.]+`", "", markdown)  # names of settings and layers
+        tables = re.findall(r"(?:^\|.*\n)+", markdown, flags=re.M)
+        assert all(len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1 for table in tables)
 
 
 @pytest.mark.parametrize(("every", "words"), [(0, "3 steps<"), (2, "refreshed once"), (1, "refreshed 3 times")])

@@ -31,6 +31,7 @@ from helpers import (
     in_process,
     left_half_written,
     packed,
+    pair,
     quantize_and_die,
     quantize_and_tell,
     small_recipe,
@@ -39,6 +40,7 @@ from helpers import (
     tiny_vit,
 )
 
+import maskaq
 from maskaq import results
 from maskaq.calibration import Calibrator
 from maskaq.config import load_recipe, to_toml
@@ -678,6 +680,12 @@ def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, st
     assert_same_run(tmp_path / "run", straight(WARM))
 
 
+def untrained():
+    model = tiny_vit()
+    torch.nn.init.zeros_(model.head.weight)
+    return model
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "words"),
     [
@@ -687,9 +695,16 @@ def test_a_model_made_in_inference_mode_is_quantized_like_any_other(tmp_path, st
         (dict(seed="one"), RecipeError, "seed: expected a whole number, got 'one'"),
         (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
         (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
+        (dict(source=5), ModelError, "source: expected a dict"),
+        (dict(watch=5), RecipeError, "watch: expected a maskaq.watch.Watch, got 5"),
+        (dict(device="privateuseone"), DeviceError, "device 'privateuseone' cannot be used"),
+        (dict(device="hpu"), DeviceError, "device 'hpu' cannot be used"),
+        (dict(device="meta"), DeviceError, "device 'meta' cannot be used"),
+        (dict(device="xla"), DeviceError, "device 'xla' cannot be used"),
         (dict(device=3.5), DeviceError, "device: expected a name such as cpu or cuda:1, got 3.5"),
         (dict(model="cifar10_vit"), ModelError, "maskaq.load_model('cifar10_vit') loads it"),
         (dict(model=None), ModelError, "NoneType is not a supported model"),
+        (dict(model=untrained()), ModelError, "layer 'head'"),
         (dict(model=tiny_vit().to("meta")), ModelError, "on the meta device, where it has no weights"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -700,6 +715,25 @@ def test_an_argument_of_a_wrong_kind_is_told_in_one_line(tmp_path, given, kind, 
         quantize(**asked)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("odd", ["n" * 300, "a\0b"], ids=["too long", "NUL"])
+def test_a_path_that_no_system_takes_is_told_in_python_too(tmp_path, odd):
+    path, model = tmp_path / odd, tiny_vit()
+    for call in (
+        lambda: quantize(model, small_recipe(), path),
+        lambda: maskaq.load_model(VIT, path),
+        lambda: maskaq.load_recipe(odd),
+        lambda: maskaq.load_recipe(f"{odd}.toml"),
+        lambda: maskaq.image_folder(path, model),
+        lambda: maskaq.from_pretrained(path),
+        lambda: maskaq.save_pretrained(pair(small_recipe())[1], path, architecture={"name": VIT, "args": VIT_ARGS}),
+        lambda: maskaq.open_run(path),
+        lambda: maskaq.write_report(path),
+    ):
+        with pytest.raises(MaskaqError):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path, straight):

@@ -8,7 +8,7 @@ from helpers import Ears, hook, pair, small_recipe, tiny_swin, tiny_vit
 
 from maskaq import synthesis
 from maskaq.data import SyntheticSet, to_pixels
-from maskaq.errors import SynthesisError
+from maskaq.errors import RecipeError, SynthesisError
 from maskaq.losses import terms
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView, TermSpec, synthesis_term
 from maskaq.run import quantize
@@ -178,7 +178,7 @@ def test_no_gradient_reaches_a_parameter_of_teacher_or_student(build, monkeypatc
 
 def poison(monkeypatch, bad, attempts=(0,)):
     """The class prior of the images whose label is in `bad` becomes NaN, gradient and all, in these attempts."""
-    real_make, real_term = Synthesizer._make, SYNTHESIS_TERMS["class_prior"].function
+    real_make, real_term = Synthesizer._make, terms.SYNTHESIS_TERMS["class_prior"].function
     now = []
 
     def make(self, indices, round, start, attempt):
@@ -189,8 +189,9 @@ def poison(monkeypatch, bad, attempts=(0,)):
         ill = torch.isin(v.labels, torch.tensor(bad)) & (now[0] in attempts)
         return real_term(v) * torch.where(ill, math.nan, 1.0)
 
+    term.__module__ = real_term.__module__  # one of ours, not the user's
     monkeypatch.setattr(Synthesizer, "_make", make)
-    monkeypatch.setitem(SYNTHESIS_TERMS, "class_prior", TermSpec("class_prior", term, ()))
+    monkeypatch.setitem(terms.SYNTHESIS_TERMS, "class_prior", TermSpec("class_prior", term, ()))
 
 
 def test_an_image_that_becomes_nan_is_made_again_from_another_seed_and_that_is_told(monkeypatch):
@@ -238,6 +239,75 @@ def test_a_run_that_lost_more_than_it_may_ends_and_says_what_to_do(tmp_path, mon
     lost = rf"{2 * len(bad)} of 8 images were lost .*synthesis.max_lost {share} .*lower synthesis.lr \(now 0.1\)"
     with pytest.raises(SynthesisError, match=lost):
         quantize(tiny_vit(), small_recipe(f"synthesis.max_lost={share}"), tmp_path / "run", device="cpu")
+
+
+@pytest.fixture
+def own_terms(monkeypatch):
+    monkeypatch.setattr(terms, "SYNTHESIS_TERMS", dict(SYNTHESIS_TERMS))
+    monkeypatch.setattr(synthesis, "SYNTHESIS_TERMS", terms.SYNTHESIS_TERMS)
+
+
+def brightness(v: SynthesisView) -> torch.Tensor:
+    return v.images.mean(dim=(1, 2, 3))
+
+
+ILL = {
+    "NaN": lambda v: brightness(v) * math.nan,
+    "Inf": lambda v: brightness(v) * math.inf,
+    "NaN after a step": lambda v: 1e4 * (0.09 - brightness(v)).sqrt(),
+    "a gradient of NaN": lambda v: (v.images.mean(dim=(1, 2, 3)) * 0).sqrt(),
+}
+
+
+@pytest.mark.parametrize("function", ILL.values(), ids=ILL.keys())
+def test_images_lost_to_a_term_of_ones_own_are_blamed_on_it_by_name(tmp_path, own_terms, function):
+    def sparkle(v: SynthesisView) -> torch.Tensor:
+        return function(v)
+
+    synthesis_term(sparkle)
+    with pytest.raises(SynthesisError, match=r"8 of 8 images were lost .*synthesis\.terms\.sparkle") as raised:
+        quantize(tiny_vit(), small_recipe("synthesis.terms.sparkle=1"), tmp_path / "run", device="cpu")
+    assert "weights" not in str(raised.value) and "synthesis.lr" not in str(raised.value)
+
+
+def test_images_lost_to_the_model_are_not_blamed_on_a_term_of_ones_own(tmp_path, own_terms, monkeypatch):
+    synthesis_term(brightness)
+    poison(monkeypatch, bad=[0, 1, 2, 3], attempts=(0, 1))
+    with pytest.raises(SynthesisError, match="check the model's weights") as raised:
+        quantize(tiny_vit(), small_recipe("synthesis.terms.brightness=1"), tmp_path / "run", device="cpu")
+    assert "brightness" not in str(raised.value)
+
+
+WRONG = {
+    "a number": lambda v: 1.0,
+    "nothing": lambda v: None,
+    "one for all": lambda v: v.images.mean(),
+    "a column": lambda v: v.images.mean(dim=(1, 2, 3))[:, None],
+    "one too few": lambda v: v.images.mean(dim=(1, 2, 3))[1:],
+    "whole numbers": lambda v: v.labels,
+    "another device": lambda v: v.images.mean(dim=(1, 2, 3)).to("meta"),
+}
+
+
+@pytest.mark.parametrize("function", WRONG.values(), ids=WRONG.keys())
+def test_a_term_that_does_not_give_one_number_per_image_is_named(own_terms, function):
+    def sparkle(v: SynthesisView) -> torch.Tensor:
+        return function(v)
+
+    synthesis_term(sparkle)
+    with pytest.raises(RecipeError, match=r"synthesis\.terms\.sparkle: expected .*\(4,\)"):
+        maker("synthesis.terms.sparkle=1")(numbers(4))
+
+
+def test_terms_that_do_not_depend_on_the_images_are_named(own_terms):
+    @synthesis_term
+    def constant(v: SynthesisView) -> torch.Tensor:
+        return torch.ones(len(v.labels))
+
+    alone = [f"synthesis.terms.{name}=0" for name in DEFAULT_TERMS]
+    with pytest.raises(RecipeError, match=r"synthesis\.terms: .*constant"):
+        maker(*alone, "synthesis.terms.constant=1")(numbers(4))
+    assert len(maker("synthesis.terms.constant=1")(numbers(4))) == 4  # beside others it does no harm
 
 
 def test_a_warm_start_keeps_what_there_is_and_gives_images_lost_before_a_start_from_noise():

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from maskaq.config import Quantization, load_recipe
+from maskaq.deployed import deploy
 from maskaq.errors import ModelError, RangeError, RecipeError
 from maskaq.inspection import inspect_model
 from maskaq.models import Matmul, expose, geometry
@@ -20,6 +21,7 @@ from maskaq.quant import grid
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, Static, quantizer
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin, quantizers
+from maskaq.run import quantize
 from maskaq.taps import taps
 
 
@@ -521,7 +523,22 @@ def test_an_inspected_float_layer_keeps_its_size():
         assert rows[name].quantized_bytes == rows[name].float_bytes
 
 
-def test_a_student_is_not_quantized_again():
-    student = quantized_twin(expose(plain_vit()), Quantization())
-    with pytest.raises(ModelError, match="quantized already"):
-        quantized_twin(student, Quantization())
+def calibrated():
+    teacher = expose(plain_vit())
+    student = quantized_twin(teacher, Quantization())
+    init_ranges_(student, pictures(teacher), Quantization())
+    return student
+
+
+@pytest.mark.parametrize("build", [calibrated, lambda: deploy(calibrated())], ids=["student", "deployed"])
+def test_a_quantized_model_is_not_quantized_again(build, tmp_path):
+    model, coarser = build(), load_recipe("quick", bits="w2a2")
+    calls = {
+        "quantized_twin": lambda: quantized_twin(model, coarser.quantization),
+        "inspect_model": lambda: inspect_model(model, coarser),
+        "quantize": lambda: quantize(model, coarser, tmp_path / "run", device="cpu"),
+    }
+    for call in calls.values():
+        with pytest.raises(ModelError, match="quantized already"):
+            call()
+    assert not (tmp_path / "run").exists()

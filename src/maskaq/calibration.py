@@ -65,6 +65,7 @@ class Calibrator:
             self._set_pace(self.start_error(data))
         batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
         sums: dict[str, Tensor] = {}
+        unseen: list[dict[str, Tensor]] = []  # the sums of each step since the last look
         with ExitStack() as stack:
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
@@ -74,12 +75,16 @@ class Calibrator:
                 self._set_lr((epoch + step / len(batches)) / max(1, self.config.epochs))
                 for name, value in self._step(data[chosen], epoch).items():
                     sums[name] = sums.get(name, 0) + value * len(chosen)
+                unseen.append(dict(sums))
                 metrics = {}
                 if step == len(batches) - 1 or time.monotonic() - self._looked > self.engine.seconds_between_looks:
                     loss = float(sums["loss"]) / min((step + 1) * self.config.batch, len(data))
                     self._looked = time.monotonic()
                     if not math.isfinite(loss):
-                        raise self.diverged(f"the calibration loss became {loss} in epoch {epoch}, step {step}")
+                        what = f"the calibration loss became {loss} in epoch {epoch}, step {step}"
+                        blamed = self.objective.blame(_first_ill(unseen))
+                        raise CalibrationError(f"{what}; {blamed}") if blamed else self.diverged(what)
+                    unseen.clear()
                     metrics["loss"] = loss
                 self.watch.advance(len(chosen), **metrics)
         means = {name: float(total) / len(data) for name, total in sums.items()}
@@ -99,9 +104,10 @@ class Calibrator:
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""
-        return CalibrationError(
-            f"{what}; lower calibration.lr (now {self.config.lr}) or set calibration.clip_grad, in a new run folder"
-        )
+        advice = f"lower calibration.lr (now {self.config.lr}) or set calibration.clip_grad, in a new run folder"
+        if self.objective.own:
+            advice += f"; or the gradient of {' or '.join(self.objective.own)} is NaN or Inf"
+        return CalibrationError(f"{what}; {advice}")
 
     def state_dict(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()
@@ -152,6 +158,7 @@ class Calibrator:
             for quantizer in self.activations:
                 quantizer.share = len(part) / count
             total, parts = self.objective(self._view(part))
+            self.objective.check_gradient(total, "the student")
             (total.sum() / count).backward()
             for name, value in ({"loss": total.detach()} | parts).items():
                 means[name] = means.get(name, 0) + value.sum() / count
@@ -231,6 +238,14 @@ class Calibrator:
         for group in self.optimizer.param_groups:
             rate = self.config.lr * group["lr_factor"] * group["pace"]
             group["lr"].fill_(rate * cosine(progress, self.config.lr_final))
+
+
+def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
+    """Of sums step by step, the terms that were the first not to be finite."""
+    for step in sums:
+        if ill := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
+            return ill
+    return []
 
 
 def _strength(heads: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The command line: the only file that reads argv. It stays light, so that --help is quick."""
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -64,6 +65,11 @@ def main(argv: list[str] | None = None) -> int:
         return 143 if isinstance(stop, _Terminated) else 130
     except BrokenPipeError:  # `maskaq list models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a file or folder that the commands did not foresee
+        if error.filename is None:
+            raise
+        errors.print(f"error: {os.fsdecode(error.filename)}: {error.strerror}", style="red")
+        return 1
     except (RuntimeError, MemoryError) as error:
         if type(error).__name__ == "OutOfMemoryError":
             errors.print(f"error: out of GPU memory even with one image at a time: {error}", style="red")
@@ -128,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = command(name, help)
         _model_options(sub)
         _recipe_options(sub)
-        sub.add_argument("--out", metavar="DIR", help="run folder (default: runs/MODEL-BITS)")
+        sub.add_argument("--out", type=_path, metavar="DIR", help="run folder (default: runs/MODEL-BITS)")
         sub.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
         _device_option(sub)
         if name == "quantize":
@@ -138,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
             sub.set_defaults(keep="better", no_report=True)
 
     sub = command("calibrate", "go on with a run folder: calibration, refreshes, final model")
-    sub.add_argument("folder", metavar="RUN", help="run folder of `synthesize` or `quantize`")
-    sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
+    sub.add_argument("folder", type=_path, metavar="RUN", help="run folder of `synthesize` or `quantize`")
+    sub.add_argument("--checkpoint", type=_path, metavar="FILE", help="the model's weights, where they moved")
     _device_option(sub)
     _end_options(sub)
     _data_options(sub, required=False)
@@ -151,14 +157,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "model", metavar="RUN_OR_MODEL", help="a run folder, a saved model's folder, or a model as in `quantize`"
     )
-    sub.add_argument("--checkpoint", metavar="FILE", help="weights of the model, or of a run's where they moved")
+    sub.add_argument(
+        "--checkpoint", type=_path, metavar="FILE", help="weights of the model, or of a run's where they moved"
+    )
     _timm_options(sub)
     sub.add_argument("--json", type=_new_file, metavar="FILE", help="write the table as JSON too")
-    _device_option(sub)
+    _device_option(sub, plain=False)
     _data_options(sub, required=True)
 
     sub = command("export", "write a finished run's model for other runtimes, and verify the file")
-    sub.add_argument("folder", metavar="RUN_OR_MODEL", help="run folder, or a saved model's folder")
+    sub.add_argument("folder", type=_path, metavar="RUN_OR_MODEL", help="run folder, or a saved model's folder")
     sub.add_argument(
         "--format",
         choices=("onnx", "openvino", "pt2"),
@@ -166,11 +174,13 @@ def _parser() -> argparse.ArgumentParser:
         help="onnx: standard operators, integer products; openvino: the same as FILE.xml and FILE.bin; "
         "pt2: torch.export.load (default: onnx)",
     )
-    sub.add_argument("-o", "--output", metavar="FILE", help="default: model.onnx, .xml or .pt2 in the run folder")
+    sub.add_argument(
+        "-o", "--output", type=_path, metavar="FILE", help="default: model.onnx, .xml or .pt2 in the run folder"
+    )
     _data_options(sub, required=False)
 
     sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
-    sub.add_argument("folders", metavar="RUN", nargs="+", help="run folders")
+    sub.add_argument("folders", type=_path, metavar="RUN", nargs="+", help="run folders")
     sub.add_argument(
         "-o",
         "--out",
@@ -178,10 +188,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.html",
         help="the page (default: RUN/report.html; compare.html for several runs)",
     )
-    sub.add_argument("--checkpoint", metavar="FILE", help="the model's weights, where they moved")
+    sub.add_argument("--checkpoint", type=_path, metavar="FILE", help="the model's weights, where they moved")
     sub.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
 
-    sub = command("inspect", "what would be quantized, layer by layer, with sizes (fetches no weights)")
+    sub = command(
+        "inspect",
+        "what would be quantized, or is in a run or saved model, layer by layer, with sizes (fetches no weights)",
+    )
     _model_options(sub)
     _recipe_options(sub)
 
@@ -204,7 +217,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench-runtime", "how fast exported files (.onnx, .xml) run on this CPU, beside float32")
     sub.set_defaults(command="bench_runtime")
-    sub.add_argument("files", metavar="FILE", nargs="+", help="files of `maskaq export`, of one model at any bits")
+    sub.add_argument(
+        "files", type=_path, metavar="FILE", nargs="+", help="files of `maskaq export`, of one model at any bits"
+    )
     sub.add_argument("--batch", type=_positive, nargs="+", default=[1, 32], help="images at once (default: 1 32)")
     sub.add_argument("--threads", type=_positive, default=2, help="threads of each runtime (default: 2)")
     sub.add_argument("--repeats", type=_positive, default=10, help="interleaved measurements of each (default: 10)")
@@ -218,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("demo", "quantize an embedded CIFAR-10 model without data and show what was won back")
     sub.add_argument("--model", choices=("vit", "swin"), default="vit")
     sub.add_argument("--bits", default="w3a3", help="wXaY, X and Y from 2 to 8 (default: w3a3)")
-    sub.add_argument("--out", metavar="DIR", help="run folder (default: runs/demo-MODEL-BITS)")
+    sub.add_argument("--out", type=_path, metavar="DIR", help="run folder (default: runs/demo-MODEL-BITS)")
     sub.add_argument("--seed", type=int, default=0)
     _set_option(sub)
     _device_option(sub)
@@ -229,7 +244,10 @@ def _parser() -> argparse.ArgumentParser:
 def _model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", metavar="MODEL", help="timm name of a ViT, DeiT or Swin, or an embedded model")
     sub.add_argument(
-        "--checkpoint", metavar="FILE", help="weights (.safetensors, .pth, .bin); default: timm's own, online"
+        "--checkpoint",
+        type=_path,
+        metavar="FILE",
+        help="weights (.safetensors, .pth, .bin); default: timm's own, online",
     )
     _timm_options(sub)
 
@@ -259,9 +277,9 @@ def _timm_options(sub: argparse.ArgumentParser) -> None:
 
 def _recipe_options(sub: argparse.ArgumentParser, recipe: str = "quick") -> None:
     sub.add_argument("--bits", help="bits of weights and activations, wXaY, 2 to 8 each (default: the recipe's, w4a4)")
+    sub.set_defaults(default_recipe=recipe)
     sub.add_argument(
         "--recipe",
-        default=recipe,
         help=f"shipped name or .toml file (default: {recipe}; see `maskaq list recipes`); budget+method, such as "
         "quick+mimiq, lays the one over the other",
     )
@@ -279,11 +297,11 @@ def _set_option(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _device_option(sub: argparse.ArgumentParser) -> None:
+def _device_option(sub: argparse.ArgumentParser, plain: bool = True) -> None:
     sub.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
-    sub.add_argument(
-        "--plain", action="store_true", help="every step as it is written, in float32: for comparison, and if in doubt"
-    )
+    if plain:
+        words = "every step as it is written, in float32: for comparison, and if in doubt"
+        sub.add_argument("--plain", action="store_true", help=words)
 
 
 def _end_options(sub: argparse.ArgumentParser) -> None:
@@ -301,12 +319,13 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
     group = sub.add_argument_group("evaluation images")
     group.add_argument(
         "--data",
+        type=_path,
         metavar="DIR",
         required=required,
         help=f"one sub-folder of images per class; or {DEMO_DATA}, the packaged 1,000",
     )
     group.add_argument(
-        "--class-index", metavar="FILE", help="JSON, sub-folder name -> class, for a subset of the classes"
+        "--class-index", type=_path, metavar="FILE", help="JSON, sub-folder name -> class, for a subset of the classes"
     )
     group.add_argument(
         "--crop-pct", type=_share, metavar="X", help="share of the resized image that is kept (default: timm's)"
@@ -315,6 +334,18 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
         "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
     )
     group.add_argument("--workers", type=_count, default=0, help="processes that read images (default: 0)")
+
+
+def _path(text: str) -> str:
+    """A path that the system can look up, whether something is there or not."""
+    try:
+        os.lstat(text)
+    except ValueError as error:  # a NUL character
+        raise argparse.ArgumentTypeError(f"expected a path, got {text!r}: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise argparse.ArgumentTypeError(f"expected a path, got {text}: {error.strerror}") from error
+    return text
 
 
 def _new_file(text: str) -> str:

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from maskaq.models import (
     geometry,
     has_classifier,
     pretrained_tags,
+    refuse_zero_weights,
     supported_names,
 )
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
@@ -66,7 +68,7 @@ def quantize(args: argparse.Namespace, console: Console, only_images: bool = Fal
     recipe = _recipe(args)
     args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits}"
     model_args = _model_args(args)
-    model = load_model(args.model, args.checkpoint, model_args, args.mean, args.std)
+    model = _full_precision(args, lambda: load_model(args.model, args.checkpoint, model_args, args.mean, args.std))
     source = {
         "name": args.model,
         "args": model_args,
@@ -108,6 +110,7 @@ def _run(
     if batches:
         batches(model)  # a wrong folder is told now, not after the work
     exposed = expose(model)
+    refuse_zero_weights(exposed)
     RunFolder.check(args.out, run.identity(model, recipe, args.seed))
     run.check_folder(recipe, args.out)
     console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))
@@ -151,11 +154,11 @@ def _run(
 def evaluate(args: argparse.Namespace, console: Console) -> None:
     batches, device = _batches(args), run.pick_device(args.device)
     path = Path(args.model)
-    is_run = (path / "run.json").exists()
+    is_run = _is_run(path)
     is_saved = not is_run and is_pretrained(path)
     if is_run or is_saved:
         args.model = str(path)  # without a trailing slash
-    elif path.exists():
+    elif os.path.exists(path):
         raise ModelError(
             f"{path} is neither a run folder (it has no run.json) nor a saved model (no config.json) nor a model name"
         )
@@ -274,21 +277,22 @@ def report(args: argparse.Namespace, console: Console) -> None:
 
 
 def inspect(args: argparse.Namespace, console: Console) -> None:
-    if is_pretrained(args.model):
-        if args.bits or args.set:
-            raise RecipeError(
-                f"{args.model} is a saved model and has its bits: --bits and --set are for a model's name"
-            )
-        saved: Any = _saved(args)
+    is_run = _is_run(args.model)
+    if is_run or is_pretrained(args.model):
+        options = {"--bits": args.bits, "--set": args.set, "--recipe": args.recipe}
+        given = [option for option, value in options.items() if value or value == ""]
+        if given:
+            what = "run" if is_run else "saved model"
+            raise RecipeError(f"{args.model} is a {what} and has its bits: {given[0]} is for a model's name")
+        saved: Any = _saved(args, is_run)
         report, title = inspect_deployed(saved), f"{args.model}{_caveat(caveat_of(saved.maskaq_config))}"
         facts = geometry(saved)
     else:
         recipe = _recipe(args)
         model_args, numbers = _model_args(args), (args.mean, args.std)
-        if args.checkpoint is not None:
-            model = load_model(args.model, args.checkpoint, model_args, *numbers)
-        else:
-            model = load_shape(args.model, model_args, *numbers)
+        has_file = args.checkpoint is not None
+        load = partial(load_model, args.model, args.checkpoint) if has_file else partial(load_shape, args.model)
+        model = _full_precision(args, partial(load, model_args, *numbers))
         report, title = inspect_model(model, recipe), f"{args.model} {recipe.quantization.bits}"
         facts = geometry(expose(model))
     table = Table(title=title, title_justify="left")
@@ -405,16 +409,48 @@ def _batches(args: argparse.Namespace) -> Callable[[nn.Module], DataLoader]:
 
 
 def _opened(folder: str, checkpoint: str | None) -> results.OpenedRun:
-    """A run, with its weights file where the user says it is now; other weights than the run's are refused later."""
+    """A run, with its weights file where the user says it is now: one that is not the run's is refused before work."""
     opened = results.open_run(folder)
-    return replace(opened, source=opened.source | {"checkpoint": _absolute(checkpoint)}) if checkpoint else opened
+    if checkpoint is None:
+        return opened
+    opened = replace(opened, source=opened.source | {"checkpoint": _absolute(checkpoint)})
+    opened.teacher()
+    return opened
 
 
-def _saved(args: argparse.Namespace) -> nn.Module:
+def _is_run(folder: str | Path) -> bool:
+    return os.path.exists(os.path.join(folder, "run.json"))
+
+
+def _saved(args: argparse.Namespace, is_run: bool = False) -> nn.Module:
+    """The quantized model in a folder: of a run, or a saved one."""
     given = "--checkpoint" if args.checkpoint else _given(args)
     if given:
-        raise ModelError(f"{args.model} is a saved model with its weights: {given} is for a model's name")
-    return from_pretrained(args.model)
+        what = "run that knows its model" if is_run else "saved model with its weights"
+        raise ModelError(f"{args.model} is a {what}: {given} is for a model's name")
+    if not is_run:
+        return from_pretrained(args.model)
+    inside = Path(args.model) / runfolder.QUANTIZED
+    return from_pretrained(inside) if is_pretrained(inside) else results.open_run(args.model).calibrated()
+
+
+def _full_precision(args: argparse.Namespace, load: Callable[[], nn.Module]) -> nn.Module:
+    """A loaded model; what is wrong with a folder in place of its name is told in the folder's terms."""
+    try:
+        return load()
+    except ModelError as error:
+        if _is_run(args.model) or is_pretrained(args.model):
+            what = "a run" if _is_run(args.model) else "a saved model"
+            raise ModelError(
+                f"{args.model} is {what}, quantized already: give the name of the full-precision model. To look at "
+                "what it holds: maskaq inspect or maskaq evaluate"
+            ) from error
+        if os.path.isdir(args.model):
+            raise ModelError(
+                f"{args.model} is a folder, neither a run (it has no run.json) nor a saved model (no config.json): "
+                "expected the name of a model (`maskaq list models`)"
+            ) from error
+        raise
 
 
 def _given(args: argparse.Namespace) -> str:
@@ -439,6 +475,10 @@ def _model_args(args: argparse.Namespace) -> dict[str, Any]:
             found[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
             found[key] = text
+        except (RecursionError, MemoryError) as error:  # what the parser raises for thousands of brackets
+            raise ModelError(
+                f"--model-arg {key}: expected a number, word or list, got one nested too deeply"
+            ) from error
     if args.img_size is not None:
         if "img_size" in found:
             raise ModelError("--img-size and --model-arg img_size are the same: give one of them")
@@ -447,7 +487,8 @@ def _model_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    recipe = load_recipe(args.recipe, *args.set, bits=args.bits)
+    name = args.default_recipe if args.recipe is None else args.recipe
+    recipe = load_recipe(name, *args.set, bits=args.bits)
     _check_names(recipe)
     return recipe
 

@@ -8,6 +8,7 @@ Unknown keys, wrong types and impossible values are errors that name the key and
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,8 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
 
 
 _IMAGES = "images:"
+_DEEPEST = 32  # recipes that extend each other
+_TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
 _MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # more are a slip of the finger, and plans of them fill the memory
 
 
@@ -256,11 +259,14 @@ def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None 
     tree: dict[str, Any] = {}
     for layer in _layers(_parts(str(source)), seen=()).values():
         _merge(tree, layer)
-    for text in overrides:
-        _merge(tree, _parse_override(text))
-    if bits is not None:
-        _merge(tree, {"quantization": {"bits": str(bits).strip().lower()}})
-    return recipe_from_dict(tree)
+    try:
+        for text in overrides:
+            _merge(tree, _parse_override(text))
+        if bits is not None:
+            _merge(tree, {"quantization": {"bits": str(bits).strip().lower()}})
+        return recipe_from_dict(tree)
+    except RecursionError as error:
+        raise RecipeError(f"recipe {source} with --set {' '.join(overrides)[:80]}: {_TOO_DEEP}") from error
 
 
 def shipped_recipes() -> dict[str, str]:
@@ -294,7 +300,7 @@ def describe_keys() -> Iterator[tuple[str, str, str]]:
 
 def _parts(text: str) -> list[str]:
     """`a+b` -> a, b. A file may have a + in its name, and so may the folder after `images:`."""
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return [text]
     names, folder = re.fullmatch(r"(.*?)(?:(?:^|\+)(images:.*))?", text, flags=re.S).groups()  # type: ignore[union-attr]
     return [*(names.split("+") if names or not folder else ()), *([folder] if folder else ())]
@@ -307,6 +313,8 @@ def _layers(names: Iterable[str], seen: tuple[str, ...]) -> dict[str, dict[str, 
     for name in names:
         if name in seen:
             raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
+        if len(seen) == _DEEPEST:
+            raise RecipeError(f"recipe {seen[0]}: expected at most {_DEEPEST} recipes that extend each other, got more")
         named[name] = tree = _read_tree(name)
         base = tree.pop("extends", None)
         parts = [] if base is None else _parts(str(base))
@@ -323,7 +331,10 @@ def _read_tree(name: str) -> dict[str, Any]:
     elif name.startswith(_IMAGES):
         if not name.removeprefix(_IMAGES).strip():
             raise RecipeError(f"recipe {name!r}: expected a folder of images after {_IMAGES}")
-        folder = str(Path(name.removeprefix(_IMAGES)).expanduser().resolve())
+        try:
+            folder = str(Path(name.removeprefix(_IMAGES)).expanduser().resolve())
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL character, a home that nobody has
+            raise RecipeError(f"recipe {name!r}: expected a folder of images after {_IMAGES} ({error})") from error
         return {"synthesis": {"folder": folder, "steps": 0}, "refresh": {"every": 0}}
     elif name.endswith(".toml"):
         try:
@@ -332,6 +343,8 @@ def _read_tree(name: str) -> dict[str, Any]:
             raise RecipeError(f"cannot read recipe file {name}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
+        except ValueError as error:  # a NUL character
+            raise RecipeError(f"cannot read recipe file {name!r}: {error}") from error
     else:
         more = f". A recipe file of your own ends in .toml, a folder of images begins with {_IMAGES}"
         raise RecipeError(unknown("recipe", name, shipped) + more)
@@ -339,6 +352,8 @@ def _read_tree(name: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"recipe {name} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise RecipeError(f"recipe {name}: {_TOO_DEEP}") from error
 
 
 def _parse_override(text: str) -> dict[str, Any]:

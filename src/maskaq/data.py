@@ -1,6 +1,7 @@
 """Images in memory and on disk: the synthetic set, image files, and a labelled folder to evaluate on."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -90,7 +91,7 @@ def image_folder(
     With it, a JSON file maps each sub-folder's name to its class, so that a subset of the classes will do.
     """
     root = Path(path)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise DataError(
             f"image folder {root} {_absent(root)}; expected a folder with one sub-folder of images per class"
         )
@@ -112,13 +113,13 @@ def image_folder(
 
 
 def _absent(root: Path) -> str:
-    return "is a file" if root.exists() else "does not exist"
+    return "is a file" if os.path.exists(root) else "does not exist"
 
 
 def image_files(path: str | Path, wanted: int) -> list[Path]:
     """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
     root = Path(path)
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise DataError(f"image folder {root} {_absent(root)}; expected a folder of images, or of folders of images")
     found = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
     if len(found) < wanted:
@@ -159,7 +160,7 @@ def _class_map(folders: list[str], classes: int, root: Path, class_index: str | 
         return list(range(classes))
     try:
         table = json.loads(Path(class_index).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: nested thousands of times
         raise DataError(f"cannot read the class index {class_index}: {error}") from error
     if not isinstance(table, dict) or not all(isinstance(v, int) and not isinstance(v, bool) for v in table.values()):
         raise DataError(

@@ -87,4 +87,6 @@ def unwritable(file: str | Path) -> str | None:
             return f"{file} cannot be written: {above} is read-only"
     except OSError as error:
         return f"{file} cannot be written: {error.strerror}"
+    except ValueError as error:  # a NUL character
+        return f"{str(file)!r} cannot be written: {error}"
     return None

@@ -30,6 +30,7 @@ class FolderImages:
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
         self.strip: Strip | None = None  # nothing is on its way
+        self.blamed: str | None = None  # and nothing can become NaN
 
     @cached_property
     def files(self) -> list[Path]:

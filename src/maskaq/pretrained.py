@@ -5,11 +5,13 @@
     README.md            the model card: the same for people
 
 Nothing is pickled, and no code comes with a folder. What `config.json` says about the model is repeated inside
-`model.safetensors`, whose SHA-256 it holds: no edit of either passes. Labels, `made` and the card are free to change.
+`model.safetensors`, whose SHA-256 it holds: no edit of either passes. `made` and the card are free to change; labels
+are changed by saving again, with `labels=`. (Folders of maskaq 0.1.0 do not repeat their labels and load as they are.)
 """
 
 import copy
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq import runfolder
+from maskaq import runfolder, zoo
 from maskaq.card import model_card
 from maskaq.deployed import (
     CodedWeight,
@@ -61,7 +63,7 @@ def save_pretrained(
         labels: class names, in place of those the model knows.
         made: anything about how the model was made that JSON can hold; the card shows what it knows of it.
     """
-    root = Path(folder)
+    root = _path(folder)
     _check_replaceable(root)
     deployed = as_deployed(model)
     if architecture is not None:
@@ -82,7 +84,7 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
     Args:
         like: a full-precision model of the same architecture, for a folder that does not name one; it is not changed.
     """
-    root = Path(folder)
+    root = _path(folder)
     config, tensors = _read(root)
     if config.get("timm") is None and like is None:
         raise PretrainedError(
@@ -90,6 +92,8 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
             "maskaq.from_pretrained(folder, like=model)"
         )
     try:
+        if like is None:
+            _check_size(config["timm"], tensors)
         return _built(config, tensors, like)
     except MaskaqError as error:
         raise PretrainedError(f"{root} cannot be loaded: {error}") from error
@@ -100,7 +104,7 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
 
 def is_pretrained(folder: str | Path) -> bool:
     """Whether a folder is meant to be a saved model; `from_pretrained` says whether it is a sound one."""
-    return (Path(folder) / CONFIG).is_file()
+    return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 def read_config(folder: str | Path, sound: bool = False) -> dict[str, Any]:
@@ -118,9 +122,10 @@ def write(
 ) -> None:
     """`save_pretrained` without its questions: whatever is at root is replaced, and the architecture may be unknown."""
     tensors = _stored(deployed)
-    described = _described(deployed, architecture)
-    data = runfolder.seal(tensors, {"config": json.dumps(described, sort_keys=True)})
-    config = described | _labelled(deployed, labels)
+    described, labelled = _described(deployed, architecture), _labelled(deployed, labels)
+    sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either
+    data = runfolder.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
+    config = described | labelled
     config["weights"] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
     config["weights"]["float32_bytes"] = 4 * sum(value.numel() for value in _float_state(deployed).values())
     config["made"] = _plain_json(made if made is not None else _remembered(deployed).get("made", {}), "made")
@@ -234,10 +239,15 @@ def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
         return {}
     if len(names) != classes:
         raise ModelError(f"labels: expected {classes}, one for each class, got {len(names)}")
-    found: dict[str, Any] = {"id2label": {str(i): str(name) for i, name in enumerate(names)}}
-    if len(set(names)) == classes:  # ImageNet has two classes called crane
-        found["label2id"] = {str(name): i for i, name in enumerate(names)}
-    return found
+    id2label = {str(i): str(name) for i, name in enumerate(names)}
+    label2id = _label_ids(id2label)
+    return {"id2label": id2label} | ({} if label2id is None else {"label2id": label2id})
+
+
+def _label_ids(id2label: Any) -> dict[str, int] | None:
+    """label2id as it follows from id2label; None where it does not: ImageNet has two classes called crane."""
+    names = [str(name) for name in id2label.values()] if isinstance(id2label, dict) else []
+    return {name: i for i, name in enumerate(names)} if names and len(set(names)) == len(names) else None
 
 
 def _plain_json(value: Any, what: str) -> Any:
@@ -291,13 +301,34 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"
 
 
+def _check_size(architecture: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """ModelError for arguments that ask for a larger model than the tensors can fill, before it is built."""
+    for key, value in architecture["args"].items():
+        numbers = list(value) if isinstance(value, list | tuple) else []
+        blocks = sum(n for n in numbers or [value] if isinstance(n, int)) if key.startswith("depth") else 0
+        if max(len(numbers), blocks) > len(tensors):  # a block has several
+            raise ModelError(
+                f"{key} in {CONFIG}: expected at most {len(tensors)}, as many as {WEIGHTS} has tensors, found "
+                f"{_short(json.dumps(value))}"
+            )
+    if architecture["name"] in zoo.embedded_names():
+        return
+    shape = load_shape(architecture["name"], dict(architecture["args"]))
+    wanted = sum(value.numel() for value in shape.state_dict().values())
+    room = 4 * sum(value.nbytes for value in tensors.values())  # codes have 2 bits or more
+    if wanted > room:
+        raise ModelError(
+            f"{CONFIG} describes a model of {wanted} numbers: expected at most {room}, which {WEIGHTS} has bytes for"
+        )
+
+
 def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Module | None) -> nn.Module:
     """The deployed model of a config, filled."""
     with torch.random.fork_rng(devices=[]):  # building draws weights that nobody will see
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
     record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": config["num_labels"]}
     record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
-    if "id2label" in config:
+    if config.get("id2label"):
         record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
     model = expose(model)
@@ -426,6 +457,8 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         described = None
     if not isinstance(described, dict):
         raise PretrainedError(f"{path} was not saved by save_pretrained: it does not say what it holds; {_AGAIN}")
+    if "id2label" in described:  # else it was saved by maskaq 0.1.0
+        described["label2id"] = _label_ids(described["id2label"])
     if different := _differences(described, {key: config.get(key) for key in described}):
         raise PretrainedError(f"{root / CONFIG} was changed after the model was saved: {different}; {_AGAIN}")
     return config, tensors
@@ -448,8 +481,8 @@ def _short(text: str) -> str:
 
 def _read_config(root: Path) -> dict[str, Any]:
     path = root / CONFIG
-    if not root.is_dir():
-        what = "is a file" if root.exists() else "does not exist"
+    if not os.path.isdir(root):
+        what = "is a file" if os.path.exists(root) else "does not exist"
         raise PretrainedError(f"{root} {what}: {_EXPECTED}")
     try:
         config = json.loads(_read_bytes(path))
@@ -479,9 +512,15 @@ def _read_bytes(path: Path) -> bytes:
         raise PretrainedError(f"{path} cannot be read: {error.strerror}") from error
 
 
+def _path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
+        raise PretrainedError(f"expected the path of a folder, got {folder!r}")
+    return Path(folder)
+
+
 def _check_replaceable(root: Path) -> None:
     """Raises for a place where something else is than an earlier saved model."""
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+    if not os.path.exists(root) or (root.is_dir() and not any(root.iterdir())):
         return
     others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []
     try:

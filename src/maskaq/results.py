@@ -165,11 +165,26 @@ def compare(
 
 
 def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
-    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images."""
+    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images.
+
+    A row that could not be measured now keeps what was measured before on the same images: the run is the same.
+    """
     found = metrics(table, data)
     run = RunFolder.read(folder)
+    before = _measured(run, data)
+    found["accuracy"] |= {name: before[name] for name, row in table.items() if isinstance(row, str) and name in before}
     runfolder.write_json_atomic(run.path(METRICS_FILE), found)
     add_metrics(run.path(QUANTIZED), found)
+
+
+def _measured(run: RunFolder, data: str) -> dict[str, Any]:
+    """The rows of metrics.json that are figures, if they are of these images."""
+    try:
+        kept = run.read_json(METRICS_FILE)
+    except RunFolderError:  # there is none, or none that can be read
+        return {}
+    rows = kept.get("accuracy") if isinstance(kept, dict) and kept.get("data") == data else None
+    return {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
 
 
 def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
@@ -198,14 +213,29 @@ def write_report(
     beside = path.with_suffix(".md")
     if problem := unwritable(path) or unwritable(beside):
         raise RunFolderError(problem)
-    if out and beside.exists() and page.MADE_BY.encode() not in beside.read_bytes()[:100]:
-        raise RunFolderError(
-            f"{beside}, where the page's Markdown would go, is there and is no report: choose another name than {path}"
-        )
+    for file in (path, beside) if out or len(folders) > 1 else ():  # the pages of a run folder are the run's
+        if file.exists() and not page.is_ours(_first_bytes(file)):
+            raise RunFolderError(f"{file} is there and is no report of maskaq: choose another name than {path}")
     records = [_record(run, folder, device, watch) for run, folder in zip(runs, folders, strict=True)]
-    runfolder.write_bytes_atomic(path, page.html(records).encode(errors="backslashreplace"))
-    runfolder.write_bytes_atomic(beside, page.markdown(records).encode(errors="backslashreplace"))
+    try:
+        pages = {path: page.html(records), beside: page.markdown(records)}
+    except page.UNUSABLE as error:
+        where = ", ".join(str(folder.root) for folder in folders)
+        raise RunFolderError(
+            f"{collect.FACTS_FILE}, {METRICS_FILE} or events.jsonl of {where} is not as maskaq wrote it ({error!r}): "
+            "delete the one that was edited"
+        ) from error
+    for file, text in pages.items():
+        runfolder.write_bytes_atomic(file, text.encode(errors="backslashreplace"))
     return path
+
+
+def _first_bytes(file: Path) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(1000)
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _record(

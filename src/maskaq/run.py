@@ -26,7 +26,7 @@ from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.folder import FolderImages
 from maskaq.handover import KEEP, WHICH
-from maskaq.models import data_config, expose, geometry
+from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
@@ -102,8 +102,9 @@ def quantize(
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
+    _check_arguments(watch, source)
     watch, seed = watch or Watch(), _whole_number(seed)
-    if not isinstance(out, str | Path):
+    if not isinstance(out, str | Path) or "\0" in str(out):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
     if keep not in KEEP:
         raise RecipeError(f"keep: expected one of {', '.join(KEEP)}, got {keep!r}")
@@ -111,6 +112,7 @@ def quantize(
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    refuse_zero_weights(teacher)
     asked = identity(model, recipe, seed)
     if not only_images and is_finished(out, asked, keep):
         watch.note(f"{out} is finished: its model is made, nothing is left to do")
@@ -285,7 +287,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
         torch.zeros(1, device=picked).item()
     except TypeError as error:
         raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last: a kind of device without its package
         raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
     return picked
 
@@ -359,3 +361,14 @@ def commit() -> str | None:
 def device_name(device: torch.device) -> str:
     on_gpu = device.type == "cuda"
     return torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
+
+
+def _check_arguments(watch: Any, source: Any) -> None:
+    """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
+    if source is not None and not isinstance(source, dict):
+        raise ModelError(f'source: expected a dict such as {{"name": ..., "args": {{...}}}}, got {source!r}')
+    lacks = (
+        [] if watch is None else [name for name in vars(Watch) if not name.startswith("_") and not hasattr(watch, name)]
+    )
+    if lacks:
+        raise RecipeError(f"watch: expected a maskaq.watch.Watch, got {watch!r}, which has no {lacks[0]}")

@@ -553,7 +553,7 @@ class RunFolder:
         """The folder for reading only, without lock; another process may be at work in it."""
         root = Path(path)
         if not os.path.lexists(root / "run.json"):
-            what = "is not a run folder" if root.exists() else "does not exist"
+            what = "is not a run folder" if os.path.exists(root) else "does not exist"
             raise RunFolderError(f"{root} {what}: expected the --out of an earlier run, with run.json in it")
         return cls(root, _read_run(root))
 

@@ -236,6 +236,7 @@ class StoredImages:
                 f"by round {round + 1} the student has probably diverged: lower calibration.lr "
                 f"(now {self.recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
             )
+        cause = self.source.blamed or cause
         raise SynthesisError(
             f"{lost} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
             f"{config.max_lost} allows; {cause}, in a new run folder"

@@ -3,8 +3,8 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from maskaq.taps import taps
 from maskaq.watch import Watch
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
+_LOOKED_AT = 4  # lost images that are made once more to see which term they were lost to
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
 GridMasks = dict[tuple[int, int], Tensor]
@@ -63,6 +64,8 @@ class Synthesizer:
         """Mean of each term at some steps of the latest batch."""
         self.strip: Strip | None = None
         """The first image of the latest call, at its start and after some of its steps; None if it was lost."""
+        self.blamed: str | None = None
+        """What to do about a term that lost images, once some are lost; empty where it was no single term."""
         self._room: int | None = None
         self._canvas: _Canvas | None = None
         self._shelf: dict[nn.Module, Tensor] = {}
@@ -85,7 +88,10 @@ class Synthesizer:
             elif not finite[0]:
                 self.strip = None
         if not finite.all():
-            self.watch.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice")
+            if self.blamed is None:
+                self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round)
+            why = f"; {self.blamed}" if self.blamed else ""
+            self.watch.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
         pixels = self.geometry.pixels(images[finite])
         kept = indices[finite]
         return SyntheticSet(to_bytes(pixels), balanced_labels(kept, self.geometry.classes), kept).to("cpu")
@@ -192,15 +198,7 @@ class Synthesizer:
         canvas.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
         points, way = [], {0: canvas.images.detach()[0].clone()}
-        with ExitStack() as stack:
-            stack.enter_context(frozen(self.student, self._shelf))
-            for model in (self.teacher, self.student):
-                stack.enter_context(self.engine.applied(model))
-            received, needs = f"{self.config.map}_received", self.objective.needs
-            more = {"heads": "heads", "received": "probs_received"}
-            heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
-            self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
-            self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
+        with self._models_ready():
             for step in range(steps):
                 canvas.advance()
                 if step in logged:
@@ -211,6 +209,46 @@ class Synthesizer:
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]
         return canvas.images.detach()[: len(images)].clone(), way
+
+    @contextmanager
+    def _models_ready(self) -> Iterator[None]:
+        """Around steps: the student held still, both models run the engine's way and listened to."""
+        with ExitStack() as stack:
+            stack.enter_context(frozen(self.student, self._shelf))
+            for model in (self.teacher, self.student):
+                stack.enter_context(self.engine.applied(model))
+            received, needs = f"{self.config.map}_received", self.objective.needs
+            more = {"heads": "heads", "received": "probs_received"}
+            heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
+            self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
+            self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
+            yield
+
+    def _blame(self, indices: Tensor, round: int) -> str:
+        """What to do about the terms of the user's that lose these images: made once more, looking at every step."""
+        steps, keys = self.recipe.steps_in_round(round), self._keys(indices, round, attempt=1)
+        if not self.objective.own or not steps:
+            return ""
+        schedule = self._schedule(steps, self.recipe.lr_in_round(round))
+        canvas = _Canvas(len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device)
+        labels = balanced_labels(indices, self.geometry.classes)
+        canvas.fill(self._start(randomness.fold(keys, "start")), labels, keys, schedule)
+        with self.engine.once(), self._models_ready():
+            for _ in range(steps):
+                now = canvas.now()
+                values = self.objective.weighted(self._view(canvas, randomness.fold(canvas.keys, canvas.step), now))
+                ill = [name for name, value in values.items() if not torch.isfinite(value).all()]
+                gradients = {
+                    name: torch.autograd.grad(value.sum(), canvas.images, retain_graph=True)[0]
+                    for name, value in values.items()
+                    if value.requires_grad
+                }
+                ill = ill or [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+                if ill:
+                    return self.objective.blame(ill)
+                canvas.images.grad = torch.stack(list(gradients.values())).sum(dim=0)
+                canvas.descend(now["lr"])
+        return ""
 
     def _canvas_for(self, count: int) -> "_Canvas":
         """A canvas with room for so many images. One that a replay is bound to serves every later batch that fits."""
@@ -244,6 +282,7 @@ class Synthesizer:
         now = canvas.now()
         keys = randomness.fold(canvas.keys, canvas.step)
         total, parts = self.objective(self._view(canvas, keys, now))
+        self.objective.check_gradient(total, "the images")
         (gradient,) = torch.autograd.grad(total.sum(), canvas.images)
         canvas.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
         canvas.descend(now["lr"])

@@ -99,6 +99,10 @@ class TermSpec:
     """What must be computed for it: "student", "masks", "heads", "received", "regions"; "heads" and "blocks"."""
 
     @property
+    def built_in(self) -> bool:
+        return self.function.__module__.startswith("maskaq.")
+
+    @property
     def doc(self) -> str:
         return (self.function.__doc__ or "").strip().split("\n")[0]
 
@@ -138,15 +142,49 @@ class Objective:
         for name in weights:
             if name not in terms:
                 raise RecipeError(f"[{section}] {unknown('term', name, terms)}")
+        self.section = section
         self.parts = [(terms[name], weight) for name, weight in weights.items() if weight]
         if not self.parts:
             raise RecipeError(f"[{section}] every term has weight 0: nothing is left to optimise")
         self.needs = {need for term, _ in self.parts for need in term.needs}
+        self.own = [term.name for term, _ in self.parts if not term.built_in]
+        """The terms that are the user's."""
 
     def __call__(self, view: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        values = {term.name: term.function(view) for term, _ in self.parts}
+        values = {term.name: self._checked(term, term.function(view), view) for term, _ in self.parts}
         total = torch.stack([weight * values[term.name] for term, weight in self.parts]).sum(dim=0)
         return total, {name: value.detach() for name, value in values.items()}
+
+    def weighted(self, view: Any) -> dict[str, Tensor]:
+        """Each part as it enters the total, with its gradient: for a look at what went wrong."""
+        return {term.name: weight * self._checked(term, term.function(view), view) for term, weight in self.parts}
+
+    def _checked(self, term: TermSpec, value: Any, view: Any) -> Tensor:
+        """A term's value, if it is one number per image. Looks at no number: that would wait for the device."""
+        images, device = len(view.logits), view.logits.device
+        if not isinstance(value, Tensor):
+            found = type(value).__name__
+        elif value.shape != (images,) or not value.is_floating_point() or value.device != device:
+            found = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} on {value.device}"
+        else:
+            return value
+        wanted = f"one floating-point number per image, a tensor of shape ({images},) on {device}"
+        raise RecipeError(f"{self.section}.{term.name}: expected {wanted}, got {found}")
+
+    def check_gradient(self, total: Tensor, of: str) -> None:
+        """RecipeError where no term depends on what is optimised."""
+        if not total.requires_grad:
+            names = ", ".join(term.name for term, _ in self.parts)
+            raise RecipeError(
+                f"{self.section}: expected a term that depends on {of}, got {names}, which has no gradient"
+            )
+
+    def blame(self, names: Sequence[str]) -> str:
+        """What to do about terms that gave NaN or Inf; nothing where one of them is not the user's, as it is sound."""
+        if not names or not set(names) <= set(self.own):
+            return ""
+        which = " and ".join(f"{self.section}.{name}" for name in names)
+        return f"{which} gave NaN or Inf, or has such a gradient: check what it computes, or set its weight to 0"
 
 
 @synthesis_term

@@ -13,6 +13,7 @@ from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.layers import DropPath
 from timm.models import get_pretrained_cfg, list_models
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from maskaq.errors import ModelError
 from maskaq.models import swin, vit
@@ -33,6 +34,7 @@ __all__ = [
     "geometry",
     "has_classifier",
     "pretrained_tags",
+    "refuse_zero_weights",
     "supported_names",
 ]
 
@@ -50,6 +52,7 @@ def expose(model: nn.Module) -> nn.Module:
         raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
     if family is None:
         raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
+    _refuse_altered_layers(model)
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return exposed
@@ -181,6 +184,42 @@ def _classifiers(model: nn.Module) -> tuple[str, ...]:
             f"this {type(model).__name__} has no {lacks}; maskaq needs a classification model. {_supported()}"
         )
     return heads
+
+
+def _refuse_altered_layers(model: nn.Module) -> None:
+    """ModelError for a layer that computes something else than its class and its parameters say: a copy would lose it.
+
+    Pruning, weight norm and spectral norm of `torch.nn.utils` compute a weight in a hook or a parametrization.
+    """
+    for name, module in model.named_modules():
+        hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        patched = [
+            key for key in vars(module) if callable(vars(module)[key]) and callable(getattr(type(module), key, 0))
+        ]
+        found = remedy = ""
+        if is_parametrized(module):
+            found, remedy = "has a parametrization", "torch.nn.utils.parametrize.remove_parametrizations"
+        elif any(getattr(module, kind) for kind in hooks):
+            found, remedy = "has a hook", "its handle's remove(), or torch.nn.utils.prune.remove after pruning"
+        elif patched:
+            found, remedy = f"has a {patched[0]} of its own", f"del layer.{patched[0]}"
+        elif type(module) in (nn.Linear, nn.Conv2d) and not isinstance(module.weight, nn.Parameter):
+            found, remedy = "has a weight that is not a parameter", "layer.weight = nn.Parameter(...)"
+        if found:
+            where = f"layer {name!r}" if name else "the model"
+            raise ModelError(
+                f"{where} ({type(module).__name__}) {found}: expected a plain layer; undo it with {remedy}"
+            )
+
+
+def refuse_zero_weights(exposed: nn.Module) -> None:
+    """ModelError for a model that predicts the same for every image: an untrained classifier, or weights never set."""
+    weights = {n: m.weight for n, m in exposed.named_modules() if type(m) in (nn.Linear, nn.Conv2d)}
+    zero = [name for name, weight in weights.items() if not weight.any()]
+    heads = geometry(exposed).last
+    if heads and set(heads) <= set(zero):
+        what = "every linear layer" if len(zero) == len(weights) else "the classifier"
+        raise ModelError(f"layer {heads[0]!r}: all weights of {what} are 0, so it is not trained; load trained weights")
 
 
 def _refuse_unknown_layers(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ filled in with random numbers. Pickled files are read with ``weights_only=True``
 """
 
 import json
+import os
 import re
 import socket
 import threading
@@ -397,11 +398,11 @@ def _noted_size(notes: Any) -> tuple[int, int] | None:
 
 def _check_file(path: Path) -> None:
     """CheckpointError unless the path is a readable, non-empty file of a known kind."""
-    if path.is_dir():
+    if os.path.isdir(path):
         inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in SUFFIXES)[:3]
         hint = f" such as {', '.join(inside)}" if inside else f" ({', '.join(SUFFIXES[:4])})"
         raise CheckpointError(f"{path}: expected a weights file, found a directory. Give a file{hint}.")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{path}: expected a weights file, found no such file. Check the path.")
     if path.suffix.lower() not in SUFFIXES:
         raise CheckpointError(

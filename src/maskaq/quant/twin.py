@@ -17,8 +17,12 @@ from maskaq.quant.quantizers import Quantizer, Site, make_quantizer
 
 def quantized_twin(teacher: nn.Module, scheme: Quantization) -> nn.Module:
     """A quantized copy of an exposed model. Its ranges are not set yet: `init_ranges_` does that."""
-    if quantizers(teacher):
-        raise ModelError("this model is quantized already; give the full-precision model it was made from")
+    for name, module in teacher.named_modules():
+        if isinstance(module, Quantizer) or (isinstance(module, Matmul) and type(module) is not Matmul):
+            raise ModelError(
+                f"this model is quantized already ({name} is a {type(module).__name__}); give the full-precision model "
+                "it was made from"
+            )
     twin = copy.deepcopy(teacher)
     for name, module in list(twin.named_modules()):
         layer: nn.Module

@@ -48,6 +48,29 @@ _SLOTS = ("weight_quantizer", "input_quantizer", "a_quantizer", "b_quantizer")
 
 Facts = dict[str, Any]
 
+_FORM = {
+    "images": {
+        "round": int,
+        "shown": [{"number": int, "label": int, "teacher?": int, "student?": int, "confidence?": float}],
+        "rounds": [{"round": int, "places": [int]}],
+        "names": {"*": str},
+        "sampled?": int,
+        "agreement?": {"*": float},
+    },
+    "model?": {"class": str, "parameters": int, "image_size": [int], "classes": int},
+    "attention?": {
+        "map": str,
+        "layers": [{"name": str, "grid": [int]}],
+        "models": [str],
+        "distance": {"*": {"relative": [float], "masked": [float]}},
+    },
+    "sites?": [{"site": str, "role": str, "bits": int, "error": float, "saturated": float, "levels": int}],
+    "sizes?": [{"name": str, "float_bytes": int, "quantized_bytes": int}],
+    "sensitivity?": [{"layer": str, "kl": float, "agreement": float}],
+    "information?": {"*": {"value": float, "meaning": str}},
+}
+"""What the facts are, as far as a page computes with them. "x?" may be absent or null; a float may be null."""
+
 
 @dataclass(frozen=True)
 class Collected:
@@ -130,7 +153,25 @@ def read(run: RunFolder) -> Collected | None:
     facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
+    if wrong := _misfit(facts, _FORM, ""):
+        raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged ({wrong}): {remedy}")
     return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
+
+
+def _misfit(value: Any, form: Any, key: str) -> str:
+    """In words, the first place where a value is not of the form; empty if it is."""
+    if isinstance(form, dict) and isinstance(value, dict):
+        named = {name: value.get(name.removesuffix("?")) for name in form if name != "*"}
+        parts = {name: (item, form[name]) for name, item in named.items() if item is not None or name[-1] != "?"}
+        parts |= {name: (item, form["*"]) for name, item in value.items()} if "*" in form else {}
+        found = (_misfit(*part, f"{key}.{name.removesuffix('?')}".lstrip(".")) for name, part in parts.items())
+        return next(filter(None, found), "")
+    if isinstance(form, list) and isinstance(value, list):
+        return next(filter(None, (_misfit(item, form[0], f"{key}[{i}]") for i, item in enumerate(value))), "")
+    kind = type(form) if isinstance(form, dict | list) else form
+    kinds = (int, float, type(None)) if kind is float else (kind,)
+    fits = isinstance(value, kinds) and not isinstance(form, dict | list) and not isinstance(value, bool)
+    return "" if fits else f"{key}: expected {kind.__name__}, found {type(value).__name__}"
 
 
 def _first_of(run: RunFolder, round: int, count: int) -> SyntheticSet | None:

@@ -1,6 +1,7 @@
 """The page: records of runs -> one HTML file that needs nothing else, and a Markdown file for a pull request."""
 
 import base64
+import html as markup
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from maskaq.report.record import Record
 
 try:
     import jinja2
+    from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
     from maskaq.report import charts
@@ -47,11 +49,22 @@ def html(records: Sequence[Record]) -> str:
 
 
 MADE_BY = "made by maskaq report"
-"""In the first line of the Markdown: such a file may be written anew."""
+"""In the first lines of page and Markdown: such a file may be written anew."""
+_MADE_BY_0_1_0 = b"\xc2\xb7 maskaq</title>"
+UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, jinja2.TemplateError)
+"""What a page raises for records that somebody edited."""
+
+
+def is_ours(file: bytes) -> bool:
+    """Whether a file is a page or a Markdown file of an earlier report."""
+    return MADE_BY.encode() in file[:100] or _MADE_BY_0_1_0 in file[:1000]
 
 
 def markdown(records: Sequence[Record]) -> str:
-    return _environment(autoescape=False).get_template("report.md.j2").render(**_context(records, pictures=False))
+    """The same without pictures. Whatever a run folder says is text in it, never markup."""
+    environment = _environment(autoescape=False)
+    environment.finalize = lambda value: value if isinstance(value, Markup) else inline(value)
+    return environment.get_template("report.md.j2").render(**_context(records, pictures=False))
 
 
 def _environment(autoescape: bool) -> jinja2.Environment:
@@ -62,7 +75,7 @@ def _environment(autoescape: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"duration": duration, "size": size, "figure": figure, "cell": cell, "inline": inline}
+    filters = {"duration": duration, "size": size, "figure": figure, "cell": cell, "code": code, "block": block}
     environment.filters |= filters  # type: ignore[assignment]
     return environment
 
@@ -158,9 +171,25 @@ def cell(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
 
 
-def inline(text: str) -> str:
-    """Text for a cell of a Markdown table, where a bar would begin the next cell."""
-    return " ".join(text.replace("|", "\\|").split())
+def inline(text: Any) -> str:
+    """Text for a line or a table cell of Markdown, where it can begin no HTML, no code, no link and no other cell."""
+    return _text(text).replace("|", "\\|")
+
+
+def code(text: Any) -> "Markup":
+    """Code in a line of Markdown: between backticks where nothing in it could end or break them."""
+    return Markup(f"<code>{inline(text)}</code>" if set(str(text)) & set("`<|\n") else f"`{text}`")
+
+
+def block(text: Any) -> "Markup":
+    """Code in lines of its own."""
+    return Markup(f"<pre>{_text(text)}</pre>" if set(str(text)) & set("`<\n") else f"```\n{text}\n```")
+
+
+def _text(text: Any) -> str:
+    """In one line, with entities for what is HTML, code or a link."""
+    line = markup.escape(" ".join(str(text).split()), quote=False)
+    return line.replace("`", "&#96;").replace("](", "]&#40;")
 
 
 # ---- pictures

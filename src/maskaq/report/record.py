@@ -84,8 +84,12 @@ class Record:
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
-        rows, figures = self.metrics.get("accuracy", {}), {"top1", "top5", "standard_error", "n"}
-        return {name: row for name, row in rows.items() if isinstance(row, dict) and figures <= row.keys()}
+        rows, figures = self.metrics.get("accuracy"), ("top1", "top5", "standard_error", "n")
+        return {
+            name: row
+            for name, row in (rows if isinstance(rows, dict) else {}).items()
+            if isinstance(row, dict) and all(type(row.get(figure)) in (int, float) for figure in figures)
+        }
 
     @property
     def bytes(self) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ from maskaq import zoo
 from maskaq.config import Recipe, load_recipe
 from maskaq.data import TensorImages, image_folder
 from maskaq.errors import MaskaqError
+from maskaq.pretrained import read_config
 from maskaq.quant.twin import frozen
 from maskaq.run import commit, pick_device
 from maskaq.runfolder import QUANTIZED
@@ -102,6 +103,7 @@ class Table:
             "top1": {data: round(100 * sum(map(int, found)) / len(found), 2) for data, found in hits.items()},
             "hits": hits,
             "seconds": round(seconds, 1),
+            "handover": read_config(folder / QUANTIZED)["made"].get("handover"),
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "commit": commit(),
         }

@@ -378,7 +378,7 @@ def test_nothing_that_a_run_folder_says_is_markup_in_the_markdown(own, vit):
     run_json["facts"]["device"] = HOSTILE
     for facts_of in (run_json["facts"], *run_json.get("resumed", [])):
         facts_of["source"] |= {"name": HOSTILE, "command": HOSTILE, "checkpoint": HOSTILE}
-    (own / "run.json").write_text(json.dumps(run_json))
+    rewrite_run_json(own, lambda _: json.dumps(run_json))
     row = {"top1": 1, "top5": 2, "standard_error": 3, "n": 4}
     (own / "metrics.json").write_text(json.dumps({"data": HOSTILE, "accuracy": {HOSTILE: row, CALIBRATED: row}}))
     kept = collect.read(RunFolder.read(own))

@@ -2,6 +2,7 @@
 
 import json
 import operator
+import os
 import platform
 import subprocess
 import time
@@ -177,7 +178,7 @@ def quantize(
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str = "better") -> bool:
     """Whether a folder holds the finished model of this very run. RunFolderError if it holds another run."""
-    if not Path(folder, "run.json").exists():
+    if not os.path.exists(os.path.join(folder, "run.json")):
         return False
     RunFolder.check(folder, identity)
     try:

@@ -21,13 +21,13 @@ import torch
 
 import maskaq
 from maskaq import zoo
-from maskaq.config import Recipe, load_recipe
-from maskaq.data import TensorImages, image_folder
+from maskaq.artifact.saved import read_config
 from maskaq.errors import MaskaqError
-from maskaq.pretrained import read_config
+from maskaq.images.sets import TensorImages, image_folder
 from maskaq.quant.twin import frozen
-from maskaq.run import commit, pick_device
-from maskaq.runfolder import QUANTIZED
+from maskaq.recipe.schema import Recipe, load_recipe
+from maskaq.runs.provenance import commit, pick_device
+from maskaq.storage.runfolder import QUANTIZED
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 

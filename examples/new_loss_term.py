@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import maskaq
-from maskaq.data import to_pixels
+from maskaq.images.sets import to_pixels
 from maskaq.losses.terms import CalibrationView, SynthesisView
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import maskaq
 from maskaq import zoo
-from maskaq.data import TensorImages
+from maskaq.images.sets import TensorImages
 from maskaq.quant.quantizers import Static
 
 

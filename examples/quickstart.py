@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import maskaq
 from maskaq import zoo
-from maskaq.data import TensorImages, to_pixels
+from maskaq.images.sets import TensorImages, to_pixels
 from maskaq.models import geometry
 
 recipe = maskaq.load_recipe(

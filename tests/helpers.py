@@ -14,12 +14,14 @@ import timm
 import torch
 from torch import nn
 
-from maskaq import pretrained, run, runfolder
-from maskaq.config import Recipe, load_recipe
+from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
 from maskaq.models import expose
+from maskaq.progress import Watch
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.watch import Watch
+from maskaq.recipe.schema import Recipe, load_recipe
+from maskaq.runs import quantize as run
+from maskaq.storage import runfolder
 
 torch.set_num_threads(1)  # also in the processes that import this module and not conftest
 
@@ -166,7 +168,7 @@ def hook(setattr, where: str, n: int, act, after: bool = False) -> None:
 def in_process(target, *args) -> int | None:
     """The exit code of a new process that calls target(*args); minus the signal's number if one killed it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers", "maskaq.commands"])
+    context.set_forkserver_preload(["helpers", "maskaq.cli.commands"])
     process = context.Process(target=target, args=args)
     process.start()
     process.join()

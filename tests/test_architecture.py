@@ -152,7 +152,7 @@ def test_nothing_is_pickled_and_nothing_unpickled_that_runs_code(file):
 
 def test_the_package_imports_without_a_gpu_and_says_nothing():
     code = (
-        "import maskaq, maskaq.cli, torch\n"
+        "import maskaq, maskaq.cli.main, torch\n"
         "assert not torch.cuda.is_available() and not torch.cuda.is_initialized()\n"
         "assert all(hasattr(maskaq, name) for name in getattr(maskaq, '__all__', ()))\n"
     )

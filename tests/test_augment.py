@@ -9,7 +9,7 @@ import torch
 import torchvision.transforms.v2.functional as TF
 from torch import Tensor
 
-from maskaq.augment import (
+from maskaq.images.augment import (
     adjust_brightness,
     adjust_contrast,
     adjust_hue,

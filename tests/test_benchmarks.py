@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maskaq.config import load_recipe
+from maskaq.recipe.schema import load_recipe
 
 HERE = Path(__file__).parent.parent / "benchmarks"
 spec = importlib.util.spec_from_file_location("table", HERE / "table.py")

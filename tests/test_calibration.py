@@ -9,19 +9,19 @@ import torch
 from helpers import Ears, assert_same, hook, pair, small_recipe, tiny_swin, tiny_vit
 from torch import nn
 
-from maskaq import calibration
-from maskaq.calibration import Calibrator
-from maskaq.data import SyntheticSet
+from maskaq.calibrate import calibrator as calibration
+from maskaq.calibrate.calibrator import Calibrator
 from maskaq.engine import Engine
 from maskaq.errors import CalibrationError, MaskaqError, RecipeError
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import state_digest
+from maskaq.images.synthesis import cosine
 from maskaq.losses import terms
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, TermSpec, calibration_term
 from maskaq.quant.quantizers import LSQ
 from maskaq.quant.twin import quantizers
-from maskaq.run import quantize
-from maskaq.runfolder import RunFolder
-from maskaq.stored import state_digest
-from maskaq.synthesis import cosine
+from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import RunFolder
 
 PLAIN = [f"calibration.augment.{k}=0" for k in ("flip", "jitter_prob", "grey", "blur")]
 PLAIN.append("calibration.augment.crop=[1.0, 1.0]")
@@ -243,7 +243,12 @@ def test_a_loss_that_is_no_number_ends_the_epoch_by_its_number_with_what_to_do(m
 def test_a_run_whose_loss_becomes_no_number_keeps_the_last_sound_student_and_saves_no_model(tmp_path, monkeypatch):
     factor = [1.0]
     poison(monkeypatch, lambda: factor[0])
-    hook(monkeypatch.setattr, "maskaq.calibration:Calibrator._step", 4, lambda: factor.append(factor.pop() * math.nan))
+    hook(
+        monkeypatch.setattr,
+        "maskaq.calibrate.calibrator:Calibrator._step",
+        4,
+        lambda: factor.append(factor.pop() * math.nan),
+    )
     with pytest.raises(CalibrationError, match="in epoch 1, step 1"):
         quantize(tiny_vit(), small_recipe(), tmp_path / "run", device="cpu", checkpoint_seconds=0)
     saved = RunFolder.read(tmp_path / "run").load_checkpoint()

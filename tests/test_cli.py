@@ -34,14 +34,15 @@ from PIL import Image
 from rich.console import Console
 
 import maskaq
-from maskaq import cli, zoo
-from maskaq import console as draw
-from maskaq.config import describe_keys, shipped_recipes
-from maskaq.evaluation import EvalResult
+from maskaq import zoo
+from maskaq.cli import console as draw
+from maskaq.cli import main as cli
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import data_config, expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.runfolder import QUANTIZED
+from maskaq.recipe.schema import describe_keys, shipped_recipes
+from maskaq.storage.runfolder import QUANTIZED
+from maskaq.tasks.classification import EvalResult
 
 CLASSES = ("apple", "bread", "cherry", "date")
 MODEL_ARGS = ["--model-arg", *(f"{key}={value}" for key, value in VIT_ARGS.items())]
@@ -136,7 +137,7 @@ def test_maskaq_alone_prints_the_help(call):
 def test_the_version_is_told_by_the_module_without_loading_torch():
     done = by_process("-X", "importtime", "-m", "maskaq", "--version")
     assert done.returncode == 0 and done.stdout == f"maskaq {maskaq.__version__}\n"
-    assert "maskaq.cli" in done.stderr and "torch" not in done.stderr
+    assert "maskaq.cli.main" in done.stderr and "torch" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,9 @@ def test_image_size_mean_and_std_go_through_a_run_and_belong_to_it(call, files, 
 
 def test_evaluate_and_inspect_take_image_size_mean_and_std(call, files, monkeypatch):
     seen = []
-    monkeypatch.setattr("maskaq.commands.evaluate_model", lambda model, *_: seen.append(model) or EvalResult(0, 0, 1))
+    monkeypatch.setattr(
+        "maskaq.cli.commands.evaluate_model", lambda model, *_: seen.append(model) or EvalResult(0, 0, 1)
+    )
     assert call("evaluate", *model(files), "--data", files / "data", "--device", "cpu", *NORMALIZED)[0] == 0
     config = data_config(seen[0])
     assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.4, 0.4))
@@ -725,7 +728,7 @@ def test_memory_too_small_for_one_image_is_told_without_a_traceback(call, files,
     def full():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    hook(monkeypatch.setattr, "maskaq.synthesis:Synthesizer._make", 1, full)
+    hook(monkeypatch.setattr, "maskaq.images.synthesis:Synthesizer._make", 1, full)
     code, _, err = call(*quantize(files, tmp_path / "run"))
     assert code == 1 and err.startswith("error: out of GPU memory even with one image at a time")
 
@@ -733,10 +736,10 @@ def test_memory_too_small_for_one_image_is_told_without_a_traceback(call, files,
 @pytest.mark.parametrize(
     ("where", "n"),
     [
-        ("maskaq.synthesis:Synthesizer._view", 10),  # six are the forecast's
-        ("maskaq.calibration:Calibrator._step", 3),
-        ("maskaq.runfolder:RunFolder.save_checkpoint", 1),
-        ("maskaq.run:_save_model", 1),
+        ("maskaq.images.synthesis:Synthesizer._view", 10),  # six are the forecast's
+        ("maskaq.calibrate.calibrator:Calibrator._step", 3),
+        ("maskaq.storage.runfolder:RunFolder.save_checkpoint", 1),
+        ("maskaq.runs.quantize:_save_model", 1),
     ],
 )
 def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_none(
@@ -758,10 +761,9 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
 
 def test_sigterm_is_told_in_one_line_with_143_and_the_folder_is_free_again(files, tmp_path, finished):
     out = tmp_path / "run"
-    slow = "import time; from helpers import hook; from maskaq import cli; "
-    slow += (
-        "hook(setattr, 'maskaq.calibration:Calibrator._step', 3, lambda: (print('now', flush=True), time.sleep(60)))"
-    )
+    slow = "import time; from helpers import hook; from maskaq.cli import main as cli; "
+    slow += "hook(setattr, 'maskaq.calibrate.calibrator:Calibrator._step', 3, "
+    slow += "lambda: (print('now', flush=True), time.sleep(60)))"
     code = f"import sys; {slow}; sys.exit(cli.main(sys.argv[1:]))"
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     argv = [sys.executable, "-c", code, *quantize(files, out)]
@@ -780,7 +782,7 @@ def test_an_interrupted_look_promises_nothing(call, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("maskaq.commands.inspect", interrupt)
+    monkeypatch.setattr("maskaq.cli.commands.inspect", interrupt)
     assert call("inspect", "cifar10_vit") == (130, "", "\ninterrupted\n")
 
 
@@ -860,7 +862,7 @@ def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluat
     other = tmp_path / "other.safetensors"
     safetensors.torch.save_file(tiny_vit(seed=1).state_dict(), other)
     (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 100)
-    monkeypatch.setattr("maskaq.results.evaluate", lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr("maskaq.runs.opened.evaluate", lambda *_: pytest.fail("evaluated"))
     for out, data in ((finished, files / "data"), (embedded, cli.DEMO_DATA)):
         before = content(out)
         for file in (other, tmp_path / "damaged.safetensors", tmp_path / "gone.safetensors", tmp_path):
@@ -932,7 +934,7 @@ def test_a_file_that_no_command_foresaw_is_told_without_a_traceback(call, monkey
     def stumble(*_: object) -> None:
         Path("/dev/null/x").read_bytes()
 
-    monkeypatch.setattr("maskaq.commands.inspect", stumble)
+    monkeypatch.setattr("maskaq.cli.commands.inspect", stumble)
     assert call("inspect", "cifar10_vit") == (1, "", "error: /dev/null/x: Not a directory\n")
 
 
@@ -968,6 +970,6 @@ def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call,
     def allocate(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes.")
 
-    monkeypatch.setattr("maskaq.commands.inspect", allocate)
+    monkeypatch.setattr("maskaq.cli.commands.inspect", allocate)
     code, _, err = call("inspect", "cifar10_vit")
     assert code == 1 and err.startswith("error: out of memory: lower --batch, or in a recipe synthesis.images")

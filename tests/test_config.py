@@ -9,7 +9,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from maskaq.config import (
+from maskaq.errors import RecipeError
+from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
+from maskaq.quant.quantizers import QUANTIZERS
+from maskaq.recipe.schema import (
     Bits,
     Calibration,
     Mask,
@@ -24,10 +27,7 @@ from maskaq.config import (
     to_dict,
     to_toml,
 )
-from maskaq.errors import RecipeError
-from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
-from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.run import quantize
+from maskaq.runs.quantize import quantize
 
 OVERRIDES = (
     "quantization.bits=w3a8",

@@ -11,13 +11,13 @@ import torch
 from helpers import Ears, hook, small_recipe
 
 from maskaq import load_model, quantize
-from maskaq.calibration import Calibrator
+from maskaq.calibrate.calibrator import Calibrator
 from maskaq.engine import PLAIN, pick_engine
+from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import noise
-from maskaq.runfolder import RunFolder
-from maskaq.synthesis import Synthesizer
+from maskaq.runs.quantize import noise
+from maskaq.storage.runfolder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason="make test-gpu runs it, on a CUDA GPU")
 each_model = pytest.mark.parametrize("name", ["cifar10_vit", "cifar10_swin"])
@@ -86,7 +86,7 @@ def test_a_run_that_stopped_is_finished_by_another(fast, name, tmp_path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 6, stop)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 6, stop)
         quantize(load_model(name), RECIPE, tmp_path / "run", checkpoint_seconds=0)
     ears = Ears()
     result = quantize(load_model(name), RECIPE, tmp_path / "run", watch=ears)

@@ -24,10 +24,11 @@ from helpers import (
     tiny_vit,
 )
 
-from maskaq import pretrained, run
+from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
-from maskaq.runfolder import QUANTIZED
-from maskaq.watch import Watch
+from maskaq.progress import Watch
+from maskaq.runs import quantize as run
+from maskaq.storage.runfolder import QUANTIZED
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +184,7 @@ def test_a_damaged_saved_model_gives_the_same_outputs_or_an_error(snapshots, tmp
 
 @pytest.mark.parametrize("command", ["calibrate", "evaluate", "report", "export", "inspect"])
 def test_no_command_leaves_a_damaged_folder_in_a_traceback(snapshots, tmp_path, command, capfd):
-    from maskaq.cli import main
+    from maskaq.cli.main import main
 
     _, _, root, stages = snapshots
     images = tmp_path / "images"

@@ -21,14 +21,15 @@ import torch
 from helpers import INTERPRETED, Ears, assert_same, inside, outside, pair, small_recipe, tiny_swin, tiny_vit
 from torch import nn
 
-from maskaq import bench, cli
-from maskaq.calibration import Calibrator
+from maskaq import bench
+from maskaq.calibrate.calibrator import Calibrator
+from maskaq.cli import main as cli
 from maskaq.engine import PLAIN, Engine, pick_engine
+from maskaq.images.synthesis import Synthesizer
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, synthesis_term
 from maskaq.models import AttentionProducts, expose
 from maskaq.quant import grid
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, quantizer
-from maskaq.synthesis import Synthesizer
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the fast engine needs triton")
 
@@ -134,7 +135,7 @@ def _yes(*_) -> bool:
 @pytest.fixture
 def fast(monkeypatch):
     """One for all tests, without the graphs of those before: what is compiled already is not compiled again."""
-    monkeypatch.setattr("maskaq.kernels.attention.fits", _yes)  # float32 too
+    monkeypatch.setattr("maskaq.engine.kernels.attention.fits", _yes)  # float32 too
     torch._dynamo.utils.counters.clear()
     FAST.graphs.clear()
     yield FAST

@@ -1,4 +1,4 @@
-"""maskaq.evaluation and maskaq.data: accuracy as counted by hand, and every way an image folder can be wrong."""
+"""Accuracy as counted by hand, and every way an image folder can be wrong."""
 
 import gc
 import json
@@ -13,12 +13,12 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
-from maskaq.config import Quantization
-from maskaq.data import SyntheticSet, TensorImages, balanced_labels, image_folder, to_bytes, to_pixels
 from maskaq.errors import DataError, RangeError
-from maskaq.evaluation import EvalResult, evaluate
+from maskaq.images.sets import SyntheticSet, TensorImages, balanced_labels, image_folder, to_bytes, to_pixels
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
+from maskaq.recipe.schema import Quantization
+from maskaq.tasks.classification import EvalResult, evaluate
 
 
 @pytest.fixture(autouse=True)

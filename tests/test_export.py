@@ -19,12 +19,12 @@ import torch
 from helpers import VIT, VIT_ARGS, pair, small_recipe, tiny_swin, tiny_vit
 
 import maskaq
-from maskaq.cli import main
-from maskaq.deployed import CodedWeight, FixedGrid, deploy
+from maskaq.artifact.export import export
+from maskaq.artifact.export.pt2 import NOTES, export_pt2, verify_pt2
+from maskaq.cli.main import main
 from maskaq.errors import ExportError, MaskaqError
-from maskaq.export import export
-from maskaq.export.pt2 import NOTES, export_pt2, verify_pt2
 from maskaq.models import geometry
+from maskaq.quant.deployed import CodedWeight, FixedGrid, deploy
 
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 missing = [name for name in EXTRAS if not find_spec(name)]
@@ -36,9 +36,9 @@ if not missing:
     import onnx
     from onnx import numpy_helper
 
-    from maskaq.export.onnx import export_onnx, metadata_of
-    from maskaq.export.runtimes import OnnxModel, bench_files, operators, products
-    from maskaq.export.verify import verify
+    from maskaq.artifact.export.onnx import export_onnx, metadata_of
+    from maskaq.artifact.export.runtimes import OnnxModel, bench_files, operators, products
+    from maskaq.artifact.export.verify import verify
 
 
 def deployed(bits="w4a4", build=tiny_vit, *overrides):
@@ -234,7 +234,7 @@ def test_a_failed_verification_leaves_no_file_and_the_old_one_untouched(vit, tmp
     def damaged(model, path, metadata):
         return Path(path).write_bytes(b"nonsense") and path
 
-    monkeypatch.setattr("maskaq.export.onnx.export_onnx", damaged)
+    monkeypatch.setattr("maskaq.artifact.export.onnx.export_onnx", damaged)
     with pytest.raises(ExportError):
         export(vit[0], file, "onnx", images_for(vit[0]))
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"] and file.read_text() == "old"
@@ -246,7 +246,7 @@ def test_a_failed_verification_leaves_no_file_and_the_old_one_untouched(vit, tmp
 @pytest.fixture(scope="module")
 def openvino_vit(vit, tmp_path_factory):
     """The tiny ViT as OpenVINO's two files."""
-    from maskaq.export.openvino import export_openvino
+    from maskaq.artifact.export.openvino import export_openvino
 
     return vit[0], export_openvino(vit[0], tmp_path_factory.mktemp("openvino") / "vit.xml", {"recipe": {"a": 1}})
 
@@ -268,7 +268,7 @@ def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
 @needs_openvino
 @pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w5a6", "w4a2"])
 def test_unlike_bit_widths_compute_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
-    from maskaq.export.openvino import read
+    from maskaq.artifact.export.openvino import read
 
     model = deployed(bits, lambda: tiny_vit(depth=1))
     export(model, tmp_path / "model.xml", "openvino", images_for(model))
@@ -286,7 +286,7 @@ def one_number(name, change):
         import openvino
         from openvino import opset13
 
-        from maskaq.export.openvino import read
+        from maskaq.artifact.export.openvino import read
 
         program = read(file)
         node = next(node for node in program.get_ops() if node.get_friendly_name() == name)
@@ -316,7 +316,7 @@ def one_number(name, change):
     ids=["a weight's code", "a weight's scale", "a grid's end"],
 )
 def test_openvino_files_with_one_number_changed_are_refused(openvino_vit, tmp_path, change):
-    from maskaq.export.openvino import verify_openvino
+    from maskaq.artifact.export.openvino import verify_openvino
 
     model, file = openvino_vit
     change(file, tmp_path / "changed.xml")
@@ -327,7 +327,7 @@ def test_openvino_files_with_one_number_changed_are_refused(openvino_vit, tmp_pa
 @needs_openvino
 @pytest.mark.parametrize("end", [".xml", ".bin"])
 def test_an_openvino_file_that_is_cut_or_gone_is_refused_by_name(openvino_vit, tmp_path, end):
-    from maskaq.export.openvino import read
+    from maskaq.artifact.export.openvino import read
 
     for suffix in (".xml", ".bin"):
         (tmp_path / f"cut{suffix}").write_bytes(openvino_vit[1].with_suffix(suffix).read_bytes())
@@ -353,8 +353,8 @@ def test_openvino_files_that_fail_leave_nothing_and_the_old_ones_untouched(openv
         export(model, tmp_path / "model.bin", "openvino", images)
     assert kept() == old
     with monkeypatch.context() as patch:
-        patch.setattr("maskaq.export.verify.NEAR", -1.0)
-        patch.setattr("maskaq.export.verify.LOGITS", -1.0)
+        patch.setattr("maskaq.artifact.export.verify.NEAR", -1.0)
+        patch.setattr("maskaq.artifact.export.verify.LOGITS", -1.0)
         with pytest.raises(ExportError, match="does not compute"):
             export(model, tmp_path / "model.xml", "openvino", images)
     assert kept() == old
@@ -491,7 +491,7 @@ def test_openvinos_numbers_take_no_more_room_than_the_onnx_file(vit, openvino_vi
 @needs_openvino
 @pytest.mark.skipif(sys.platform != "linux", reason="sigaltstack is asked in Linux's own way")
 def test_openvino_models_that_go_in_any_order_leave_signals_a_stack(openvino_vit):
-    from maskaq.export.openvino import OpenvinoModel
+    from maskaq.artifact.export.openvino import OpenvinoModel
 
     first, second = (OpenvinoModel(openvino_vit[1]) for _ in range(2))
     before = signal_stack()
@@ -506,9 +506,9 @@ def without(monkeypatch, *packages):
     """Imports of them fail, and what of ours has imported them is imported again."""
     for name in packages:
         monkeypatch.setitem(sys.modules, name, None)
-    for name in [name for name in sys.modules if name.startswith("maskaq.export.")]:
+    for name in [name for name in sys.modules if name.startswith("maskaq.artifact.export.")]:
         monkeypatch.delitem(sys.modules, name)
-        monkeypatch.delattr(maskaq.export, name.rpartition(".")[2])
+        monkeypatch.delattr(maskaq.artifact.export, name.rpartition(".")[2])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskaq.information import (
+from maskaq.report.information import (
     averaged_total_variation,
     binary_entropy,
     chance_information,

@@ -1,4 +1,4 @@
-"""maskaq.kernels.attention: the fused kernels say what the plain ops say, forward and backward.
+"""maskaq.engine.kernels.attention: the fused kernels say what the plain ops say, forward and backward.
 
 No GPU is needed: the checks of values run in Triton's interpreter, in the process that test_engine.py starts; and the
 kernels are compiled for a GPU that need not be there.
@@ -14,7 +14,7 @@ from maskaq.quant import grid
 
 triton = pytest.importorskip("triton", reason="the fused kernels need Triton")
 
-from maskaq.kernels import attention as kernels  # noqa: E402
+from maskaq.engine.kernels import attention as kernels  # noqa: E402
 
 SCALE = 0.3
 

@@ -9,7 +9,7 @@ from maskaq.losses import attention
 pytest.importorskip("triton", reason="the kernels need triton")
 
 if INTERPRETED:
-    from maskaq.kernels import maps as kernels
+    from maskaq.engine.kernels import maps as kernels
 
 
 def make_scores(count, heads, tokens, padding=0, ties=False, dtype=torch.float32):

@@ -7,10 +7,10 @@ import torch
 from helpers import pair, small_recipe, tiny_swin, tiny_vit
 
 from maskaq import randomness
-from maskaq.leaves import _light, _spots, _stripes, _texture, _topmost, dead_leaves
-from maskaq.run import quantize
-from maskaq.runfolder import RunFolder
-from maskaq.synthesis import Synthesizer
+from maskaq.images.dead_leaves import _light, _spots, _stripes, _texture, _topmost, dead_leaves
+from maskaq.images.synthesis import Synthesizer
+from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import RunFolder
 
 
 def keys(n: int, seed: int = 0) -> torch.Tensor:

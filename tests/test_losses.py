@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from maskaq.errors import RecipeError
+from maskaq.images.masks import kept_size, mask_size, thin, top_patches
 from maskaq.losses import attention, distill, image
 from maskaq.losses.terms import (
     CALIBRATION_TERMS,
@@ -22,7 +23,6 @@ from maskaq.losses.terms import (
     calibration_term,
     synthesis_term,
 )
-from maskaq.masks import kept_size, mask_size, thin, top_patches
 from maskaq.randomness import image_keys
 from maskaq.shapes import Geometry, Layer
 

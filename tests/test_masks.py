@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskaq.masks import kept_size, mask_size, thin, top_patches
+from maskaq.images.masks import kept_size, mask_size, thin, top_patches
 from maskaq.randomness import fold, image_keys
 
 

@@ -1,4 +1,4 @@
-"""maskaq.models and maskaq.taps: the exposed copy computes what timm computes, and says truly where its tokens lie."""
+"""maskaq.models: the exposed copy computes what timm computes, and says truly where its tokens lie."""
 
 import hashlib
 import inspect
@@ -29,7 +29,7 @@ from maskaq.models import (
 )
 from maskaq.models.load import load_shape
 from maskaq.models.products import AttentionProducts, Matmul
-from maskaq.taps import taps
+from maskaq.models.taps import taps
 
 VIT = {"embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 32, "patch_size": 8, "num_classes": 10}
 SWIN = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from maskaq.errors import ModelError
-from maskaq.packing import WIDTHS, pack, packed_bytes, unpack
+from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 
 widths = pytest.mark.parametrize("bits", WIDTHS)
 

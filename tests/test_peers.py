@@ -27,19 +27,20 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.nn import functional as F
 
-from maskaq import cli, zoo
-from maskaq.augment import jitter, quarter
-from maskaq.config import load_recipe
-from maskaq.data import to_bytes
+from maskaq import zoo
+from maskaq.cli import main as cli
 from maskaq.errors import DataError, RecipeError
+from maskaq.images.augment import jitter, quarter
+from maskaq.images.sets import to_bytes
+from maskaq.images.synthesis import Synthesizer, synthesize
 from maskaq.losses import attention, image, targets
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView
 from maskaq.models import data_config, expose, geometry
 from maskaq.randomness import image_keys
-from maskaq.run import quantize
-from maskaq.runfolder import QUANTIZED
+from maskaq.recipe.schema import load_recipe
+from maskaq.runs.quantize import quantize
 from maskaq.shapes import Layer
-from maskaq.synthesis import Synthesizer, synthesize
+from maskaq.storage.runfolder import QUANTIZED
 
 PACKED = f"{QUANTIZED}/model.safetensors"
 
@@ -485,7 +486,7 @@ def test_a_killed_run_of_noise_goes_on_to_the_same_weights_and_images(tmp_path, 
     where, n, after = moment
     recipe = peer("noise")
     quantize(tiny_vit(), recipe, tmp_path / "straight")
-    where = f"maskaq.runfolder:RunFolder.{where}"
+    where = f"maskaq.storage.runfolder:RunFolder.{where}"
     assert in_process(quantize_and_die, tmp_path / "run", recipe, 0.0, where, n, after) == -signal.SIGKILL
     quantize(tiny_vit(), recipe, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "straight")
@@ -539,13 +540,13 @@ def test_which_images_of_a_folder_are_taken_depends_on_the_seed(tmp_path, photos
 def test_a_killed_run_on_real_images_goes_on_and_needs_the_folder_no_more_once_it_has_its_images(tmp_path, photos):
     recipe = ceiling(photos)
     quantize(tiny_vit(), recipe, tmp_path / "straight")
-    where = ("maskaq.runfolder:RunFolder.write_shard", 1, True)
+    where = ("maskaq.storage.runfolder:RunFolder.write_shard", 1, True)
     assert in_process(quantize_and_die, tmp_path / "run", recipe, 0.0, *where) == -signal.SIGKILL
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator._step", 3, interrupt)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator._step", 3, interrupt)
         quantize(tiny_vit(), recipe, tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("maskaq.folder.image_files", lambda *_: pytest.fail("the folder was read again"))
+        patch.setattr("maskaq.images.folder.image_files", lambda *_: pytest.fail("the folder was read again"))
         quantize(tiny_vit(), recipe, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 

@@ -19,15 +19,18 @@ import torch
 from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, content, hook, in_process, tiny_swin, tiny_vit
 
 import maskaq
-from maskaq import pretrained, run, runfolder, zoo
-from maskaq.cli import main
-from maskaq.config import Quantization
-from maskaq.deployed import deploy
+from maskaq import zoo
+from maskaq.artifact import saved as pretrained
+from maskaq.artifact.saved import from_pretrained, save_pretrained
+from maskaq.cli.main import main
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
-from maskaq.inspection import inspect_deployed, inspect_model
 from maskaq.models import data_config, expose, geometry
-from maskaq.pretrained import from_pretrained, save_pretrained
+from maskaq.quant.deployed import deploy
+from maskaq.quant.inspection import inspect_deployed, inspect_model
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.recipe.schema import Quantization
+from maskaq.runs import quantize as run
+from maskaq.storage import files, runfolder
 
 FILES = {"config.json", "model.safetensors", "README.md"}
 NAMED = {"name": VIT, "args": VIT_ARGS}
@@ -269,10 +272,10 @@ def test_labels_that_were_never_saved_cannot_be_put_in(folder):
 def test_a_folder_whose_weights_do_not_repeat_its_labels_still_loads(tmp_path):
     labels = ["apple", "bread", "cherry", "date"]
     save_pretrained(student_of(tiny_vit()), tmp_path / "m", architecture=NAMED, labels=labels)
-    held, metadata = runfolder.read_tensors(tmp_path / "m" / "model.safetensors")
+    held, metadata = files.read_tensors(tmp_path / "m" / "model.safetensors")
     described = json.loads(metadata["config"])
     del described["id2label"]  # as maskaq 0.1.0 wrote it
-    data = runfolder.seal(held, {"config": json.dumps(described)})
+    data = files.seal(held, {"config": json.dumps(described)})
     (tmp_path / "m" / "model.safetensors").write_bytes(data)
     change(tmp_path / "m", setter("weights/sha256", sha256(data).hexdigest()))
     assert from_pretrained(tmp_path / "m").maskaq_config["id2label"]["3"] == "date"
@@ -440,9 +443,9 @@ def change(folder, edit, *, sealed=False, tensors=None):
     config = json.loads((folder / "config.json").read_text())
     edit(config)
     if sealed:
-        held, metadata = runfolder.read_tensors(folder / "model.safetensors")
+        held, metadata = files.read_tensors(folder / "model.safetensors")
         described = {key: config.get(key) for key in json.loads(metadata["config"])}
-        data = runfolder.seal(held if tensors is None else tensors, {"config": json.dumps(described)})
+        data = files.seal(held if tensors is None else tensors, {"config": json.dumps(described)})
         (folder / "model.safetensors").write_bytes(data)
         config["weights"]["sha256"] = sha256(data).hexdigest()
     (folder / "config.json").write_text(json.dumps(config))
@@ -558,11 +561,11 @@ def test_a_config_without_one_of_its_keys_is_refused(folder, key):
 
 
 def test_a_config_without_a_key_is_refused_even_where_the_weights_do_not_name_it(folder):
-    held, metadata = runfolder.read_tensors(folder / "model.safetensors")
+    held, metadata = files.read_tensors(folder / "model.safetensors")
     keys = json.loads(metadata["config"]).keys() - {"id2label"}  # a model need not have labels
     for key, others in [(key, json.loads(metadata["config"])) for key in sorted(keys)]:
         del others[key]
-        data = runfolder.seal(held, {"config": json.dumps(others)})
+        data = files.seal(held, {"config": json.dumps(others)})
         (folder / "model.safetensors").write_bytes(data)
         (folder / "config.json").write_text(json.dumps(others | {"weights": {"sha256": sha256(data).hexdigest()}}))
         assert str(folder) in refused(folder), key
@@ -624,7 +627,7 @@ def tampered():
 
 @pytest.mark.parametrize("tamper", tampered(), ids=lambda f: f.__name__)
 def test_tensors_that_are_missing_too_many_or_other_than_expected_are_named(folder, tamper):
-    held, _ = runfolder.read_tensors(folder / "model.safetensors")
+    held, _ = files.read_tensors(folder / "model.safetensors")
     tamper(held)
     change(folder, lambda config: None, sealed=True, tensors=held)
     message = refused(folder)
@@ -641,9 +644,9 @@ def test_weights_of_another_save_are_noticed(folder, tmp_path):
 def test_a_foreign_weights_file_is_refused_even_with_its_right_digest(folder):
     path = folder / "model.safetensors"
     files = {"plain safetensors": safetensors.torch.save(tiny_vit().state_dict()), "text": b"hello", "none": b""}
-    files["sealed by a run"] = runfolder.seal({"a": torch.zeros(1)}, {})
-    files["a config of text"] = runfolder.seal({"a": torch.zeros(1)}, {"config": '"x"'})
-    files["no JSON"] = runfolder.seal({"a": torch.zeros(1)}, {"config": "x"})
+    files["sealed by a run"] = files.seal({"a": torch.zeros(1)}, {})
+    files["a config of text"] = files.seal({"a": torch.zeros(1)}, {"config": '"x"'})
+    files["no JSON"] = files.seal({"a": torch.zeros(1)}, {"config": "x"})
     for data in files.values():
         path.write_bytes(data)
         change(folder, setter("weights/sha256", sha256(data).hexdigest()))
@@ -743,8 +746,8 @@ def save_and_die(folder: Path, where: str, n: int, after: bool) -> None:
     [
         ("os:fsync", 1, False, False),
         ("os:fsync", 2, True, False),
-        ("maskaq.runfolder:_exchange", 1, False, False),
-        ("maskaq.runfolder:_exchange", 1, True, True),
+        ("maskaq.storage.runfolder:_exchange", 1, False, False),
+        ("maskaq.storage.runfolder:_exchange", 1, True, True),
     ],
 )
 def test_a_kill_leaves_the_old_folder_or_the_new_one(folder, where, n, after, is_new):

@@ -7,11 +7,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from maskaq.config import Quantization
 from maskaq.errors import RangeError, RecipeError
 from maskaq.quant import grid, ranges
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
 from maskaq.quant.quantizers import QUANTIZERS, MinMax, Quantizer, Site, Static, make_quantizer, quantizer
+from maskaq.recipe.schema import Quantization
 
 BITS = range(2, 9)
 KINDS = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maskaq import cli, zoo
+from maskaq import zoo
+from maskaq.cli import main as cli
 from maskaq.losses.terms import SYNTHESIS_TERMS
 
 ROOT = Path(__file__).parents[1]

@@ -16,19 +16,23 @@ import torch
 from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, hook, rewrite_run_json, small_recipe, tiny_swin, tiny_vit
 from PIL import Image
 
-from maskaq import cli, results, run, runfolder, zoo
-from maskaq.data import to_pixels
+from maskaq import zoo
+from maskaq.cli import main as cli
 from maskaq.errors import DependencyError, RunFolderError
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
-from maskaq.masks import kept_size, mask_size
+from maskaq.images.masks import kept_size, mask_size
+from maskaq.images.sets import to_pixels
+from maskaq.images.synthesis import Synthesizer
 from maskaq.models import geometry
+from maskaq.models.taps import taps
 from maskaq.quant.quantizers import Site, Static
 from maskaq.quant.twin import quantizers
 from maskaq.report import collect
 from maskaq.report.record import Record, differences
-from maskaq.runfolder import RunFolder
-from maskaq.synthesis import Synthesizer
-from maskaq.taps import taps
+from maskaq.runs import opened as results
+from maskaq.runs import quantize as run
+from maskaq.storage import files, runfolder
+from maskaq.storage.runfolder import RunFolder
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
 
 quantize = partial(run.quantize, device="cpu")
 FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}
@@ -337,7 +341,7 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     for round in range(8):
         path = folder.path(runfolder.STRIP_FILE.format(round=round))
         words = {"number": "0", "steps": " ".join(map(str, range(20)))}
-        runfolder.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)}, words)
+        files.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)}, words)
     kept = collect.read(folder)
     kept.facts["images"]["rounds"] = [{"round": round, "places": list(range(8))} for round in range(8)]
     kept.tensors.update({f"round_{round:02}": kept.tensors["round_00"] for round in range(8)})
@@ -526,7 +530,7 @@ def half(tmp_path_factory) -> Path:
     """A run that was stopped when its second round of images was made."""
     root = tmp_path_factory.mktemp("half")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 3, interrupt)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 3, interrupt)
         make(root)
     return root / "run"
 

@@ -41,10 +41,8 @@ from helpers import (
 )
 
 import maskaq
-from maskaq import results
-from maskaq.calibration import Calibrator
-from maskaq.config import load_recipe, to_toml
-from maskaq.data import SyntheticSet
+from maskaq.artifact.saved import from_pretrained
+from maskaq.calibrate.calibrator import Calibrator
 from maskaq.errors import (
     CalibrationError,
     CheckpointError,
@@ -56,15 +54,18 @@ from maskaq.errors import (
     RunFolderError,
     SynthesisError,
 )
-from maskaq.evaluation import EvalResult
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import state_digest
+from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
-from maskaq.pretrained import from_pretrained
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import pick_device, quantize, range_images
-from maskaq.runfolder import QUANTIZED, RunFolder
-from maskaq.stored import state_digest
-from maskaq.synthesis import Synthesizer
+from maskaq.recipe.schema import load_recipe, to_toml
+from maskaq.runs import opened as results
+from maskaq.runs.provenance import pick_device
+from maskaq.runs.quantize import quantize, range_images
+from maskaq.storage.runfolder import QUANTIZED, RunFolder
+from maskaq.tasks.classification import EvalResult
 
 quantize = partial(quantize, device="cpu")
 
@@ -93,20 +94,20 @@ def straight(tmp_path_factory):
 # ---- a kill at any moment
 
 MOMENTS = {
-    "in the synthesis of the first shard": ("maskaq.synthesis:Synthesizer._view", 2, False),
-    "before the first shard is saved": ("maskaq.runfolder:RunFolder.write_shard", 1, False),
-    "between shards": ("maskaq.runfolder:RunFolder.write_shard", 1, True),
-    "between a shard and its event": ("maskaq.runfolder:RunFolder.event", 2, False),
-    "while the first ranges are set": ("maskaq.run:init_ranges_", 2, False),
-    "in the first epoch": ("maskaq.calibration:Calibrator._step", 2, False),
-    "in the second epoch": ("maskaq.calibration:Calibrator._step", 4, True),
-    "before the checkpoint of the first round": ("maskaq.runfolder:RunFolder.event", 4, True),
-    "after the first checkpoint": ("maskaq.runfolder:RunFolder.save_checkpoint", 1, True),
-    "in the refresh's synthesis": ("maskaq.synthesis:Synthesizer._view", 8, False),
-    "between shards of the refresh": ("maskaq.runfolder:RunFolder.write_shard", 3, True),
-    "in the first epoch after the refresh": ("maskaq.calibration:Calibrator._step", 6, False),
-    "in the last epoch": ("maskaq.calibration:Calibrator._step", 8, True),
-    "right before the final save": ("maskaq.run:_save_model", 1, False),
+    "in the synthesis of the first shard": ("maskaq.images.synthesis:Synthesizer._view", 2, False),
+    "before the first shard is saved": ("maskaq.storage.runfolder:RunFolder.write_shard", 1, False),
+    "between shards": ("maskaq.storage.runfolder:RunFolder.write_shard", 1, True),
+    "between a shard and its event": ("maskaq.storage.runfolder:RunFolder.event", 2, False),
+    "while the first ranges are set": ("maskaq.runs.quantize:init_ranges_", 2, False),
+    "in the first epoch": ("maskaq.calibrate.calibrator:Calibrator._step", 2, False),
+    "in the second epoch": ("maskaq.calibrate.calibrator:Calibrator._step", 4, True),
+    "before the checkpoint of the first round": ("maskaq.storage.runfolder:RunFolder.event", 4, True),
+    "after the first checkpoint": ("maskaq.storage.runfolder:RunFolder.save_checkpoint", 1, True),
+    "in the refresh's synthesis": ("maskaq.images.synthesis:Synthesizer._view", 8, False),
+    "between shards of the refresh": ("maskaq.storage.runfolder:RunFolder.write_shard", 3, True),
+    "in the first epoch after the refresh": ("maskaq.calibrate.calibrator:Calibrator._step", 6, False),
+    "in the last epoch": ("maskaq.calibrate.calibrator:Calibrator._step", 8, True),
+    "right before the final save": ("maskaq.runs.quantize:_save_model", 1, False),
 }
 
 
@@ -127,10 +128,10 @@ def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, straight):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     for n in (4, 4, 3):  # in the second shard, in the refresh, between its shards
-        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.synthesis:Synthesizer._view", n, True)
+        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.images.synthesis:Synthesizer._view", n, True)
         assert killed == -signal.SIGKILL
     for n in (3, 1):  # in the last epoch, and again
-        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.calibration:Calibrator._step", n, True)
+        killed = in_process(quantize_and_die, out, recipe, 0.0, "maskaq.calibrate.calibrator:Calibrator._step", n, True)
         assert killed == -signal.SIGKILL
     quantize(tiny_vit(), recipe, out)
     assert_same_run(out, straight(WARM))
@@ -155,7 +156,7 @@ def interrupt():
 def test_progress_of_a_resumed_run_starts_at_what_is_done(tmp_path):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.runfolder:RunFolder.save_checkpoint", 3, interrupt, after=True)
+        hook(patch.setattr, "maskaq.storage.runfolder:RunFolder.save_checkpoint", 3, interrupt, after=True)
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)  # three of four epochs are kept
     ears = Ears()
     quantize(tiny_vit(), recipe, out, watch=ears, report=False)
@@ -349,13 +350,13 @@ DAMAGE = {
     "swapped": swap,
 }
 STAGES = {  # where a run was killed, and the round whose shard is damaged then
-    "before calibration": ("maskaq.calibration:Calibrator.epoch", 1, 0),
-    "in the first round's calibration": ("maskaq.calibration:Calibrator.epoch", 2, 0),
-    "before the refresh": ("maskaq.runfolder:RunFolder.write_shard", 3, 0),
-    "between the refresh's shards": ("maskaq.runfolder:RunFolder.write_shard", 4, 0),
-    "in the second round's calibration": ("maskaq.calibration:Calibrator.epoch", 4, 1),
-    "in it, in a shard the refresh started from": ("maskaq.calibration:Calibrator.epoch", 4, 0),
-    "right before the final save": ("maskaq.run:_save_model", 1, 0),
+    "before calibration": ("maskaq.calibrate.calibrator:Calibrator.epoch", 1, 0),
+    "in the first round's calibration": ("maskaq.calibrate.calibrator:Calibrator.epoch", 2, 0),
+    "before the refresh": ("maskaq.storage.runfolder:RunFolder.write_shard", 3, 0),
+    "between the refresh's shards": ("maskaq.storage.runfolder:RunFolder.write_shard", 4, 0),
+    "in the second round's calibration": ("maskaq.calibrate.calibrator:Calibrator.epoch", 4, 1),
+    "in it, in a shard the refresh started from": ("maskaq.calibrate.calibrator:Calibrator.epoch", 4, 0),
+    "right before the final save": ("maskaq.runs.quantize:_save_model", 1, 0),
 }
 
 
@@ -375,7 +376,7 @@ def test_a_lost_shard_is_made_again_exactly_and_the_run_ends_the_same(tmp_path, 
 def test_both_rounds_of_images_can_be_lost(tmp_path, straight):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 4, interrupt)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 4, interrupt)
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)
     shutil.rmtree(out / "images")
     quantize(tiny_vit(), recipe, out)
@@ -386,7 +387,7 @@ def test_a_shard_that_comes_out_different_stops_the_run_and_is_not_stored(tmp_pa
     """As on another GPU: what the student was calibrated on is gone, and the message says so."""
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 2, interrupt)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 2, interrupt)
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)
     flip(out / "images/round_00/shard_0001.safetensors")
     before = content(out / "images")
@@ -432,7 +433,7 @@ def test_a_finished_run_is_finished_without_its_checkpoints_too(tmp_path, straig
 def test_the_students_that_rounds_began_with_are_kept_until_the_run_ends(tmp_path):
     recipe, out = small_recipe(*WARM, "refresh.every=1"), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.run:_save_model", 1, interrupt)
+        hook(patch.setattr, "maskaq.runs.quantize:_save_model", 1, interrupt)
         quantize(tiny_vit(), recipe, out)
     assert list(RunFolder.read(out).checkpoints()) == [1, 2, 3, 4]
     quantize(tiny_vit(), recipe, out)
@@ -444,7 +445,7 @@ def test_a_shard_or_a_checkpoint_of_another_run_is_not_taken(tmp_path, straight)
     quantize(tiny_vit(), recipe, tmp_path / "other", seed=1)
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.calibration:Calibrator.epoch", 4, interrupt)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 4, interrupt)
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)
     shutil.copy(tmp_path / "other/images/round_01/shard_0000.safetensors", out / "images/round_01")
     mine = out / "checkpoints/checkpoint_000003.safetensors"
@@ -696,7 +697,7 @@ def untrained():
         (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
         (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
         (dict(source=5), ModelError, "source: expected a dict"),
-        (dict(watch=5), RecipeError, "watch: expected a maskaq.watch.Watch, got 5"),
+        (dict(watch=5), RecipeError, "watch: expected a maskaq.progress.Watch, got 5"),
         (dict(device="privateuseone"), DeviceError, "device 'privateuseone' cannot be used"),
         (dict(device="hpu"), DeviceError, "device 'hpu' cannot be used"),
         (dict(device="meta"), DeviceError, "device 'meta' cannot be used"),

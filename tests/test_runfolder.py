@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskaq import runfolder
 from maskaq.errors import RunFolderError
-from maskaq.runfolder import (
-    Checkpoint,
+from maskaq.storage import files, runfolder
+from maskaq.storage.files import (
     DamagedError,
-    RunFolder,
     flatten_state,
     read_tensors,
     restore_state,
@@ -25,6 +23,7 @@ from maskaq.runfolder import (
     write_json_atomic,
     write_tensors,
 )
+from maskaq.storage.runfolder import Checkpoint, RunFolder
 
 IDENTITY = {"recipe": {"synthesis": {"steps": 200, "lr": 0.1}}, "model": "resnet20", "seed": 0}
 
@@ -85,7 +84,7 @@ def test_a_kill_before_the_rename_leaves_the_old_content_and_the_next_open_clean
     with reopen(tmp_path / "run") as run:
         run.write_json("metrics.json", {"top1": 1})
     killed = (
-        "import os, signal, sys\nfrom maskaq.runfolder import RunFolder\n"
+        "import os, signal, sys\nfrom maskaq.storage.runfolder import RunFolder\n"
         "run = RunFolder.open(sys.argv[1], {**eval(sys.argv[2])})\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "run.write_json('metrics.json', {'top1': 2})\n"
@@ -185,7 +184,7 @@ def test_a_missing_tensor_file_is_named(tmp_path):
 
 def python(code: str, *args: object) -> subprocess.Popen:
     """A second process that runs code with the identity as its last argument."""
-    env = {**os.environ, "PYTHONPATH": str(Path(runfolder.__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(Path(runfolder.__file__).parents[2])}
     command = [sys.executable, "-c", code, *map(str, args), repr(IDENTITY)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -208,7 +207,7 @@ def test_resuming_elsewhere_keeps_the_first_facts_and_adds_the_new(tmp_path):
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     hold = (
-        "import sys, time\nfrom maskaq.runfolder import RunFolder\n"
+        "import sys, time\nfrom maskaq.storage.runfolder import RunFolder\n"
         "run = RunFolder.open(sys.argv[1], eval(sys.argv[2]))\nprint('held', flush=True)\ntime.sleep(60)\n"
     )
     holder = python(hold, tmp_path / "run")
@@ -387,13 +386,13 @@ def test_shards_come_back_with_what_they_say_of_themselves(run):
     loaded = RunFolder.read(run.root).load_shard(0, 2)
     assert all(torch.equal(loaded.tensors[name], images[name]) for name in images)
     assert loaded.student == "abc" and loaded.lost == [11] and len(loaded.digest) == 64
-    assert loaded.digest == runfolder.digest_of(run.seal_shard(0, 2, images, "abc", [11]))
+    assert loaded.digest == files.digest_of(run.seal_shard(0, 2, images, "abc", [11]))
 
 
 def test_equal_shards_have_equal_digests_and_others_have_others(run):
     ones = {"x": torch.ones(3)}
     same, again, *others = (
-        runfolder.digest_of(run.seal_shard(*where, tensors, student))
+        files.digest_of(run.seal_shard(*where, tensors, student))
         for where, tensors, student in (
             ((0, 0), ones, "a"),
             ((0, 0), ones, "a"),
@@ -510,7 +509,7 @@ def test_a_link_in_the_place_of_a_temporary_file_is_not_written_through(tmp_path
     (tmp_path / f".a.bin.{os.getpid()}.tmp").symlink_to(victim)
     write_bytes_atomic(tmp_path / "a.bin", b"new")
     (tmp_path / f".folder.{os.getpid()}.tmp").symlink_to(tmp_path)
-    runfolder.write_folder_atomic(tmp_path / "folder", {"victim": b"new"})
+    files.write_folder_atomic(tmp_path / "folder", {"victim": b"new"})
     assert victim.read_text() == "precious" and (tmp_path / "folder/victim").read_bytes() == b"new"
 
 
@@ -602,5 +601,5 @@ def test_one_file_takes_its_place_at_once(tmp_path, monkeypatch):
     new.write_text("new"), place.write_text("old")
     seen, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (seen.append((a, b)), replace(a, b)))
-    runfolder.replace_together({new: place})
+    files.replace_together({new: place})
     assert seen == [(new, place)] and place.read_text() == "new" and list(tmp_path.iterdir()) == [place]

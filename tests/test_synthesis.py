@@ -6,15 +6,15 @@ import pytest
 import torch
 from helpers import Ears, hook, pair, small_recipe, tiny_swin, tiny_vit
 
-from maskaq import synthesis
-from maskaq.data import SyntheticSet, to_pixels
 from maskaq.errors import RecipeError, SynthesisError
+from maskaq.images import synthesis
+from maskaq.images.sets import SyntheticSet, to_pixels
+from maskaq.images.stored import state_digest
+from maskaq.images.synthesis import Synthesizer, synthesize
 from maskaq.losses import terms
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView, TermSpec, synthesis_term
-from maskaq.run import quantize
-from maskaq.runfolder import RunFolder
-from maskaq.stored import state_digest
-from maskaq.synthesis import Synthesizer, synthesize
+from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import RunFolder
 
 NO_JITTER = ("synthesis.roll=0", "synthesis.noise=0", "synthesis.colour=0")
 DEFAULT_TERMS = list(small_recipe().synthesis.terms)
@@ -366,7 +366,7 @@ def test_an_interrupt_leaves_teacher_and_student_as_they_were(monkeypatch):
         raise KeyboardInterrupt
 
     make = maker()
-    hook(monkeypatch.setattr, "maskaq.synthesis:Synthesizer._view", 2, interrupt)
+    hook(monkeypatch.setattr, "maskaq.images.synthesis:Synthesizer._view", 2, interrupt)
     with pytest.raises(KeyboardInterrupt):
         make(numbers(4))
     assert all(p.requires_grad for p in make.student.parameters())

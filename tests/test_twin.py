@@ -1,4 +1,4 @@
-"""maskaq.quant.twin and maskaq.inspection: what is quantized, at which bits, and that the teacher never notices."""
+"""maskaq.quant.twin and inspection: what is quantized, at which bits, and that the teacher never notices."""
 
 import hashlib
 import math
@@ -12,17 +12,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from maskaq.config import Quantization, load_recipe
-from maskaq.deployed import deploy
 from maskaq.errors import ModelError, RangeError, RecipeError
-from maskaq.inspection import inspect_model
 from maskaq.models import Matmul, expose, geometry
+from maskaq.models.taps import taps
 from maskaq.quant import grid
+from maskaq.quant.deployed import deploy
+from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, Static, quantizer
 from maskaq.quant.twin import frozen, init_ranges_, quantized_twin, quantizers
-from maskaq.run import quantize
-from maskaq.taps import taps
+from maskaq.recipe.schema import Quantization, load_recipe
+from maskaq.runs.quantize import quantize
 
 
 @pytest.fixture(autouse=True)

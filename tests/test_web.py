@@ -38,7 +38,7 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
-from maskaq import cli  # noqa: E402
+from maskaq.cli import main as cli  # noqa: E402
 
 _spec = importlib.util.spec_from_file_location("prepare", WEB / "prepare.py")
 prepare = importlib.util.module_from_spec(_spec)

@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 
 from maskaq import zoo
-from maskaq.export.onnx import metadata_of
+from maskaq.artifact.export.onnx import metadata_of
 
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")

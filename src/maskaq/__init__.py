@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.1"
 
 _HOME = {
-    "quantize": "maskaq.run",
-    "load_recipe": "maskaq.config",
-    "Recipe": "maskaq.config",
+    "quantize": "maskaq.runs.quantize",
+    "load_recipe": "maskaq.recipe.schema",
+    "Recipe": "maskaq.recipe.schema",
     "load_model": "maskaq.models.load",
     "expose": "maskaq.models",
     "quantized_twin": "maskaq.quant.twin",
     "init_ranges_": "maskaq.quant.twin",
-    "noise": "maskaq.run",
-    "synthesize": "maskaq.synthesis",
-    "Calibrator": "maskaq.calibration",
-    "evaluate": "maskaq.evaluation",
-    "image_folder": "maskaq.data",
-    "open_run": "maskaq.results",
-    "save_pretrained": "maskaq.pretrained",
-    "from_pretrained": "maskaq.pretrained",
-    "write_report": "maskaq.results",
-    "inspect_model": "maskaq.inspection",
+    "noise": "maskaq.runs.quantize",
+    "synthesize": "maskaq.images.synthesis",
+    "Calibrator": "maskaq.calibrate.calibrator",
+    "evaluate": "maskaq.tasks.classification",
+    "image_folder": "maskaq.images.sets",
+    "open_run": "maskaq.runs.opened",
+    "save_pretrained": "maskaq.artifact.saved",
+    "from_pretrained": "maskaq.artifact.saved",
+    "write_report": "maskaq.runs.opened",
+    "inspect_model": "maskaq.quant.inspection",
     "synthesis_term": "maskaq.losses.terms",
     "calibration_term": "maskaq.losses.terms",
     "quantizer": "maskaq.quant.quantizers",
@@ -60,21 +60,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from maskaq.calibration import Calibrator
-    from maskaq.config import Recipe, load_recipe
-    from maskaq.data import image_folder
+    from maskaq.artifact.saved import from_pretrained, save_pretrained
+    from maskaq.calibrate.calibrator import Calibrator
     from maskaq.errors import MaskaqError
-    from maskaq.evaluation import evaluate
-    from maskaq.inspection import inspect_model
+    from maskaq.images.sets import image_folder
+    from maskaq.images.synthesis import synthesize
     from maskaq.losses.terms import calibration_term, synthesis_term
     from maskaq.models import expose
     from maskaq.models.load import load_model
-    from maskaq.pretrained import from_pretrained, save_pretrained
+    from maskaq.quant.inspection import inspect_model
     from maskaq.quant.quantizers import quantizer
     from maskaq.quant.twin import init_ranges_, quantized_twin
-    from maskaq.results import open_run, write_report
-    from maskaq.run import noise, quantize
-    from maskaq.synthesis import synthesize
+    from maskaq.recipe.schema import Recipe, load_recipe
+    from maskaq.runs.opened import open_run, write_report
+    from maskaq.runs.quantize import noise, quantize
+    from maskaq.tasks.classification import evaluate
 
 
 def __getattr__(name: str) -> Any:

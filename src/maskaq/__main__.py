@@ -1,4 +1,4 @@
-from maskaq.cli import main
+from maskaq.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from maskaq.calibration import Calibrator
-from maskaq.config import Recipe
-from maskaq.data import SyntheticSet
+from maskaq.calibrate.calibrator import Calibrator
 from maskaq.engine import PLAIN, Engine
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.synthesis import Synthesizer
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.run import noise
+from maskaq.recipe.schema import Recipe
+from maskaq.runs.quantize import noise
 from maskaq.shapes import Geometry
-from maskaq.synthesis import Synthesizer
 
 RELEASE = {  # the method's public release on one H200, float32, in microseconds per image (synthesis: and step)
     "deit_tiny_patch16_224": {"synthesis": 12_446, "calibration": 7_390},

@@ -2,8 +2,8 @@
 
 import torch
 
-from maskaq.engine.plain import PLAIN, Engine
-from maskaq.watch import Watch
+from maskaq.engine.reference import PLAIN, Engine
+from maskaq.progress import Watch
 
 __all__ = ["PLAIN", "Engine", "pick_engine"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq.engine.plain import Engine, Step
-from maskaq.kernels import attention as attention_kernel
-from maskaq.kernels import maps as maps_kernel
+from maskaq.engine.kernels import attention as attention_kernel
+from maskaq.engine.kernels import maps as maps_kernel
+from maskaq.engine.reference import Engine, Step
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry

@@ -26,7 +26,7 @@ class Matmul(nn.Module):
 
 
 class AttentionProducts(nn.Module):
-    """Base of every exposed attention: `maskaq.taps` listens here.
+    """Base of every exposed attention: `maskaq.models.taps` listens here.
 
     `qk` gives the scores QK^T before scale and softmax, `softmax` the probabilities, `av` the head outputs.
     """

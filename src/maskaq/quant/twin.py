@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from maskaq.config import Bits, Quantization
 from maskaq.errors import ModelError
 from maskaq.models import Matmul, geometry
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer, Site, make_quantizer
+from maskaq.recipe.schema import Bits, Quantization
 
 
 def quantized_twin(teacher: nn.Module, scheme: Quantization) -> nn.Module:

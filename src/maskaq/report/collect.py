@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq import runfolder
-from maskaq.config import Recipe
-from maskaq.data import SyntheticSet, to_bytes, to_pixels
 from maskaq.errors import RunFolderError
-from maskaq.information import information_report
-from maskaq.inspection import inspect_model
+from maskaq.images.sets import SyntheticSet, to_bytes, to_pixels
+from maskaq.images.synthesis import Synthesizer
 from maskaq.losses.attention import masked_difference
 from maskaq.models import class_names, geometry
+from maskaq.models.taps import taps
+from maskaq.progress import Watch
 from maskaq.quant import ranges
+from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import frozen, quantizers
-from maskaq.runfolder import RunFolder
-from maskaq.synthesis import Synthesizer
-from maskaq.taps import taps
-from maskaq.watch import Watch
+from maskaq.recipe.schema import Recipe
+from maskaq.report.information import information_report
+from maskaq.storage import files
+from maskaq.storage.runfolder import RunFolder
 
 FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
 FORMAT = 1
@@ -142,8 +142,8 @@ def forecast(student: nn.Module, recipe: Recipe) -> float:
 
 def write(folder: str | Path, collected: Collected) -> None:
     """Into the run folder; the facts last, as they say that the tensors are there."""
-    runfolder.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
-    runfolder.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts)
+    files.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
+    files.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts)
 
 
 def read(run: RunFolder) -> Collected | None:
@@ -155,7 +155,7 @@ def read(run: RunFolder) -> Collected | None:
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
     if wrong := _misfit(facts, _FORM, ""):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged ({wrong}): {remedy}")
-    return Collected(facts, runfolder.read_tensors(run.path(TENSORS_FILE), remedy)[0])
+    return Collected(facts, files.read_tensors(run.path(TENSORS_FILE), remedy)[0])
 
 
 def _misfit(value: Any, form: Any, key: str) -> str:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import maskaq
 from maskaq.errors import DependencyError
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult, won_back
 from maskaq.report import record as records_of
 from maskaq.report.collect import SMALL_SIDE, finite, spread, thumbnails
 from maskaq.report.record import Record
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult, won_back
 
 try:
     import jinja2

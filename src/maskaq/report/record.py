@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from maskaq import runfolder
-from maskaq.config import Recipe, recipe_from_dict, to_dict
-from maskaq.data import Strip
-from maskaq.handover import WHICH, Handover
+from maskaq.images.sets import Strip
+from maskaq.images.synthesis import cosine
+from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.report.collect import Collected
-from maskaq.runfolder import METRICS_FILE, QUANTIZED, STRIP_FILE, RunFolder, dotted
-from maskaq.synthesis import cosine
+from maskaq.runs.handover import WHICH, Handover
+from maskaq.storage import files
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, STRIP_FILE, RunFolder, dotted
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Record:
         for round in range(len(self.recipe.rounds)):
             path = self.run.path(STRIP_FILE.format(round=round))
             if path.exists():
-                tensors, words = runfolder.read_tensors(path, "delete it: the report does without it")
+                tensors, words = files.read_tensors(path, "delete it: the report does without it")
                 if "number" in words:  # else nobody knows whose way it is
                     steps = [int(step) for step in words["steps"].split()]
                     found[round] = Strip(int(words["number"]), tensors["images"], steps)

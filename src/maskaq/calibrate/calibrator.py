@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq import masks, randomness
-from maskaq.augment import mix, simclr
-from maskaq.config import Recipe
-from maskaq.data import SyntheticSet, to_pixels
+from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
+from maskaq.images import masks
+from maskaq.images.augment import mix, simclr
+from maskaq.images.sets import SyntheticSet, to_pixels
+from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
+from maskaq.models.taps import Taps, taps
+from maskaq.progress import Watch
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantizers
-from maskaq.synthesis import cosine
-from maskaq.taps import Taps, taps
-from maskaq.watch import Watch
+from maskaq.recipe.schema import Recipe
 
 
 class Calibrator:

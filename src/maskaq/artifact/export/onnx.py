@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
+from maskaq.artifact.export.metadata import PREFIX, REMEDY, as_text, describe, ours
 from maskaq.errors import ExportError
-from maskaq.export.facts import PREFIX, REMEDY, as_text, describe, ours
 from maskaq.models import AttentionProducts, data_config
-from maskaq.runfolder import write_bytes_atomic
+from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid
+from maskaq.storage.files import write_bytes_atomic
 
 try:
     import onnx

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq import masks, randomness
-from maskaq.augment import jitter, quarter
-from maskaq.config import Recipe
-from maskaq.data import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
+from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
-from maskaq.leaves import dead_leaves
+from maskaq.images import masks
+from maskaq.images.augment import jitter, quarter
+from maskaq.images.dead_leaves import dead_leaves
+from maskaq.images.sets import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
 from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
+from maskaq.models.taps import taps
+from maskaq.progress import Watch
 from maskaq.quant.twin import frozen
+from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
-from maskaq.taps import taps
-from maskaq.watch import Watch
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
 _LOOKED_AT = 4  # lost images that are made once more to see which term they were lost to

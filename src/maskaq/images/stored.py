@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq import randomness, runfolder
-from maskaq.config import Recipe, recipe_from_dict
-from maskaq.data import SyntheticSet
+from maskaq import randomness
 from maskaq.errors import RunFolderError, SynthesisError
-from maskaq.folder import FolderImages
+from maskaq.images.folder import FolderImages
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.synthesis import Synthesizer
 from maskaq.models import geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.runfolder import QUANTIZED, STRIP_FILE, RunFolder, Shard
-from maskaq.synthesis import Synthesizer
+from maskaq.recipe.schema import Recipe, recipe_from_dict
+from maskaq.storage import files
+from maskaq.storage.runfolder import QUANTIZED, STRIP_FILE, RunFolder, Shard
 
 ImageSource = Synthesizer | FolderImages
 
@@ -111,7 +112,7 @@ class StudentHistory:
         saved = self.run.load_checkpoint(self.recipe.rounds[round].start)
         state: dict[str, Any] | None = None
         if saved is not None:
-            state = runfolder.restore_state(saved.tensors, saved.layout)["student"]
+            state = files.restore_state(saved.tensors, saved.layout)["student"]
         return state
 
 
@@ -162,7 +163,7 @@ class StoredImages:
             return None
         try:
             found = self.run.load_shard(round, shard)
-        except runfolder.DamagedError as error:
+        except files.DamagedError as error:
             self.watch.note(f"{error.path} is damaged ({error.reason}): it is made again")
             return None
         known = self._known_of(round)
@@ -181,19 +182,19 @@ class StoredImages:
         with self.history.at_start_of(round):
             images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round, start)
         seconds = (time.monotonic() - began) / len(shards)
-        made, files = {}, {}
+        made, sealed = {}, {}
         for shard in shards:
             part = images[torch.isin(images.indices, self.numbers[shard])]
             lost = sorted(set(self.numbers[shard].tolist()) - set(part.indices.tolist()))
-            files[shard] = self.run.seal_shard(round, shard, part.tensors(), known.student, lost)
-            made[shard] = Shard(part.tensors(), known.student, lost, runfolder.digest_of(files[shard]))
+            sealed[shard] = self.run.seal_shard(round, shard, part.tensors(), known.student, lost)
+            made[shard] = Shard(part.tensors(), known.student, lost, files.digest_of(sealed[shard]))
         if known.shards is not None:
             differ = [shard for shard in shards if made[shard].digest != known.shards[shard]]
             if differ:
                 raise self._lost(round, differ, "made again they come out different, on another device or version")
         self._keep_strip(round, first=shards[0] == 0)
         for shard in shards:
-            self.run.write_shard(round, shard, files[shard])
+            self.run.write_shard(round, shard, sealed[shard])
             about = {"stage": self.source.stage, "round": round, "shard": shard, "seconds": seconds}
             self.run.event(**about, lost=made[shard].lost, curves=self.source.curves)
         return made
@@ -222,7 +223,7 @@ class StoredImages:
         path, strip = self.run.path(STRIP_FILE.format(round=round)), self.source.strip
         if strip is not None and (first or not path.exists()):
             words = {"number": str(strip.number), "steps": " ".join(map(str, strip.steps))}
-            runfolder.write_tensors(path, {"images": strip.images}, words)
+            files.write_tensors(path, {"images": strip.images}, words)
 
     def _check_lost(self, round: int, lost: int) -> None:
         """SynthesisError if too many images of a round became NaN or Inf."""

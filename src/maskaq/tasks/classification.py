@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import DataError
+from maskaq.progress import Watch
 from maskaq.quant.twin import frozen
-from maskaq.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 import maskaq
-from maskaq.deployed import CodedWeight, FixedGrid
 from maskaq.errors import ExportError
 from maskaq.models import data_config, geometry
+from maskaq.quant.deployed import CodedWeight, FixedGrid
 
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""

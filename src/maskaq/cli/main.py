@@ -53,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     console, errors = Console(width=width, **plain), Console(stderr=True, **plain)  # type: ignore[arg-type]
     try:
         with _sigterm_interrupts():
-            commands = importlib.import_module("maskaq.commands")  # brings torch, timm: only for a command that parsed
+            commands = importlib.import_module(
+                "maskaq.cli.commands"
+            )  # brings torch, timm: only for a command that parsed
             getattr(commands, args.command)(args, console)
     except MaskaqError as error:
         errors.print(f"error: {error}", style="red")

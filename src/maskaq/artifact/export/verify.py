@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskaq.deployed import CodedWeight, FixedGrid
 from maskaq.errors import ExportError
+from maskaq.quant.deployed import CodedWeight, FixedGrid
 
 try:
     import onnx
@@ -27,7 +27,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'ONNX files need more packages ({error}): pip install "maskaq[onnx]"') from error
 
-from maskaq.export.onnx import CODES, INPUT, OUTPUT
+from maskaq.artifact.export.onnx import CODES, INPUT, OUTPUT
 
 NEAR = 1e-3
 """Of a step: how far float rounding may carry a value between grids. (1e-5 is what it does.)"""

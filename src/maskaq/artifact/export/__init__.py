@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from maskaq.errors import ExportError, unwritable
-from maskaq.runfolder import replace_together
+from maskaq.storage.files import replace_together
 
 if TYPE_CHECKING:
-    from maskaq.export.verify import Verification
+    from maskaq.artifact.export.verify import Verification
 
 SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 """Of the file that each format is asked for by; an OpenVINO model has a second, `.bin`, beside it."""
@@ -32,17 +32,17 @@ def export(
     found = None
     try:
         if format == "onnx":  # its packages are an extra
-            from maskaq.export.onnx import export_onnx
-            from maskaq.export.verify import verify
+            from maskaq.artifact.export.onnx import export_onnx
+            from maskaq.artifact.export.verify import verify
 
             found = verify(export_onnx(model, unproven, metadata), model, images)
         elif format == "openvino":  # another extra
-            from maskaq.export.openvino import export_openvino, verify_openvino
+            from maskaq.artifact.export.openvino import export_openvino, verify_openvino
 
             made = {weights_of(unproven): weights_of(path), unproven: path}
             found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
         else:
-            from maskaq.export.pt2 import export_pt2, verify_pt2
+            from maskaq.artifact.export.pt2 import export_pt2, verify_pt2
 
             verify_pt2(export_pt2(model, unproven, metadata), model, images)
         replace_together(made)

@@ -19,21 +19,25 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq import handover, pretrained, runfolder
-from maskaq.calibration import Calibrator
-from maskaq.config import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
-from maskaq.data import SyntheticSet, image_files, to_pixels
+from maskaq.runs import handover
+from maskaq.artifact import saved as pretrained
+from maskaq.storage import files
+from maskaq.calibrate.calibrator import Calibrator
+from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
+from maskaq.images.sets import SyntheticSet, image_files, to_pixels
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import DeviceError, MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
-from maskaq.folder import FolderImages
-from maskaq.handover import KEEP, WHICH
+from maskaq.images.folder import FolderImages
+from maskaq.runs.handover import KEEP, WHICH
 from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
-from maskaq.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
-from maskaq.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
-from maskaq.synthesis import Synthesizer
-from maskaq.watch import Watch
+from maskaq.runs.provenance import facts, pick_device
+from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
+from maskaq.images.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
+from maskaq.images.synthesis import Synthesizer
+from maskaq.progress import Watch
 
 __all__ = ["Result", "noise", "quantize"]
 
@@ -50,22 +54,6 @@ class Result:
     def images(self) -> SyntheticSet:
         """The synthetic images of the last round."""
         return latest_images(RunFolder.read(self.folder))
-
-
-@contextmanager
-def own_torch_modes() -> Iterator[None]:
-    """Gradients, and float32: whatever the caller's `torch.no_grad`, `torch.autocast` or default dtype says."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @own_torch_modes()
@@ -261,7 +249,7 @@ def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoc
         raise calibrator.diverged(what)
     state = {"student": dict(student.state_dict()), "optimizer": calibrator.state_dict()}
     starts = [epochs.start for epochs in recipe_from_dict(run.identity["recipe"]).rounds]
-    run.save_checkpoint(Checkpoint(epoch, *runfolder.flatten_state(state), shards), keep=starts)
+    run.save_checkpoint(Checkpoint(epoch, *files.flatten_state(state), shards), keep=starts)
 
 
 def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
@@ -278,19 +266,7 @@ def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
 def saved_state(run: RunFolder) -> tuple[dict[str, Any], int] | None:
     """The latest checkpoint, as `_checkpoint` wrote it: states of student and optimiser, and the epochs done."""
     saved = run.load_checkpoint()
-    return None if saved is None else (runfolder.restore_state(saved.tensors, saved.layout), saved.epoch)
-
-
-def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The asked device, or CUDA where there is one."""
-    try:
-        picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=picked).item()
-    except TypeError as error:
-        raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
-    except (RuntimeError, AssertionError, ImportError) as error:  # the last: a kind of device without its package
-        raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return picked
+    return None if saved is None else (files.restore_state(saved.tensors, saved.layout), saved.epoch)
 
 
 def _whole_number(seed: Any) -> int:
@@ -326,44 +302,6 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
 
 
-def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
-    """Where and with what a run was made."""
-    return {"source": source} | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
-
-
-def surroundings(device: torch.device) -> dict[str, Any]:
-    """Versions, commit, platform, device."""
-    return {
-        "versions": {
-            "maskaq": maskaq.__version__,
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "safetensors": safetensors.__version__,
-            "python": platform.python_version(),
-        },
-        "commit": commit(),
-        "platform": platform.platform(),
-        "device": device_name(device),
-    }
-
-
-def commit() -> str | None:
-    """The commit of this maskaq, with "-dirty" where files of it were changed; None if it is not run from a clone."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists() or not (root / "src" / "maskaq").is_dir():
-        return None
-    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def device_name(device: torch.device) -> str:
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
-
-
 def _check_arguments(watch: Any, source: Any) -> None:
     """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
     if source is not None and not isinstance(source, dict):
@@ -372,4 +310,4 @@ def _check_arguments(watch: Any, source: Any) -> None:
         [] if watch is None else [name for name in vars(Watch) if not name.startswith("_") and not hasattr(watch, name)]
     )
     if lacks:
-        raise RecipeError(f"watch: expected a maskaq.watch.Watch, got {watch!r}, which has no {lacks[0]}")
+        raise RecipeError(f"watch: expected a maskaq.progress.Watch, got {watch!r}, which has no {lacks[0]}")

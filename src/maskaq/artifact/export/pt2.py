@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maskaq.artifact.export.metadata import as_text, describe
 from maskaq.errors import ExportError
-from maskaq.export.facts import as_text, describe
 from maskaq.models import geometry
-from maskaq.runfolder import write_bytes_atomic
+from maskaq.storage.files import write_bytes_atomic
 
 NOTES = "maskaq.json"
 

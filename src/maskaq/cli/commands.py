@@ -22,12 +22,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from maskaq import bench as measure
-from maskaq import console as draw
-from maskaq import results, run, runfolder, zoo
-from maskaq.card import bits_of, caveat_of
-from maskaq.cli import DEMO_DATA
-from maskaq.config import Recipe, describe_keys, load_recipe, shipped_recipes
-from maskaq.data import TensorImages, image_folder, to_pixels
+from maskaq import zoo
+from maskaq.artifact.card import bits_of, caveat_of
+from maskaq.artifact.export import SUFFIXES, check_target
+from maskaq.artifact.export import export as write_export
+from maskaq.artifact.saved import from_pretrained, is_pretrained
+from maskaq.cli import console as draw
+from maskaq.cli.main import DEMO_DATA
 from maskaq.engine import pick_engine
 from maskaq.errors import (
     CheckpointError,
@@ -39,11 +40,7 @@ from maskaq.errors import (
     RunFolderError,
     unknown,
 )
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, EvalResult
-from maskaq.evaluation import evaluate as evaluate_model
-from maskaq.export import SUFFIXES, check_target
-from maskaq.export import export as write_export
-from maskaq.inspection import inspect_deployed, inspect_model
+from maskaq.images.sets import TensorImages, image_folder, to_pixels
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
 from maskaq.models import (
     classifier_tags,
@@ -56,9 +53,16 @@ from maskaq.models import (
     supported_names,
 )
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
-from maskaq.pretrained import from_pretrained, is_pretrained
+from maskaq.quant.inspection import inspect_deployed, inspect_model
 from maskaq.quant.quantizers import QUANTIZERS
-from maskaq.runfolder import RunFolder
+from maskaq.recipe.schema import Recipe, describe_keys, load_recipe, shipped_recipes
+from maskaq.runs import opened as results
+from maskaq.runs import provenance
+from maskaq.runs import quantize as run
+from maskaq.storage import files, runfolder
+from maskaq.storage.runfolder import RunFolder
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, EvalResult
+from maskaq.tasks.classification import evaluate as evaluate_model
 
 _MOST_THREADS = 8  # of each core, that a measurement makes sense with
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
@@ -105,7 +109,7 @@ def _run(
     """Plan, run, evaluate, summary."""
     began = time.monotonic()
     args.out = str(Path(args.out))  # without a trailing slash
-    device = run.pick_device(args.device)
+    device = provenance.pick_device(args.device)
     batches = _batches(args) if args.data else None
     if batches:
         batches(model)  # a wrong folder is told now, not after the work
@@ -152,7 +156,7 @@ def _run(
 
 
 def evaluate(args: argparse.Namespace, console: Console) -> None:
-    batches, device = _batches(args), run.pick_device(args.device)
+    batches, device = _batches(args), provenance.pick_device(args.device)
     path = Path(args.model)
     is_run = _is_run(path)
     is_saved = not is_run and is_pretrained(path)
@@ -189,7 +193,7 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
             results.write_metrics(args.model, table, args.data)
     finally:  # what was measured is kept wherever it can be
         if args.json:
-            runfolder.write_json_atomic(args.json, results.metrics(table, args.data))
+            files.write_json_atomic(args.json, results.metrics(table, args.data))
     if is_run and (path / results.PAGE_FILE).exists():  # it shows other figures
         _write_report(args.model, console, device)
 
@@ -218,7 +222,7 @@ def export(args: argparse.Namespace, console: Console) -> None:
         console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
         console.print(f"verified on {len(images)} images: the same logits, bit for bit")
     else:
-        from maskaq.export import runtimes  # its packages are an extra
+        from maskaq.artifact.export import runtimes
 
         beside = " and .bin" if args.format == "openvino" else ""
         console.print(f"{file}{beside}   ({runtimes.bytes_of(file) / 1e6:.2f} MB)")
@@ -231,8 +235,8 @@ def export(args: argparse.Namespace, console: Console) -> None:
 
 
 def bench_runtime(args: argparse.Namespace, console: Console) -> None:
-    from maskaq.export import onnx as files  # its packages are an extra
-    from maskaq.export import runtimes
+    from maskaq.artifact.export import onnx as files
+    from maskaq.artifact.export import runtimes
 
     notes = runtimes.metadata_of(args.files[0])
     if "architecture" not in notes:
@@ -310,7 +314,7 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
 
 def bench(args: argparse.Namespace, console: Console) -> None:
     recipe = _recipe(args)
-    device = run.pick_device(args.device)
+    device = provenance.pick_device(args.device)
     timings: list[measure.Timing] = []
     with draw.watch_for(console) as watch:
         engine = pick_engine(device, False if args.plain else None, watch)
@@ -319,7 +323,7 @@ def bench(args: argparse.Namespace, console: Console) -> None:
             watch.note(f"{name}: timing synthesis and calibration, {args.repeats} repeats of {args.steps} steps each")
             sizes = {"batch": args.batch, "calibration_batch": args.calibration_batch}
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=args.steps, repeats=args.repeats)
-    console.print(draw.bench_table(timings, run.device_name(device)))
+    console.print(draw.bench_table(timings, provenance.device_name(device)))
     if args.json:
         figures = {"note": args.note, "timings": [timing.to_dict() for timing in timings]}
         _write_figures(args, device, figures)
@@ -328,7 +332,7 @@ def bench(args: argparse.Namespace, console: Console) -> None:
 def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict[str, Any]) -> None:
     """What was measured, with the day, the command and where it ran."""
     facts = {"date": time.strftime("%Y-%m-%d"), "command": shlex.join(["maskaq", *args.words])}
-    runfolder.write_json_atomic(args.json, facts | run.surroundings(device) | figures)
+    files.write_json_atomic(args.json, facts | provenance.surroundings(device) | figures)
 
 
 def list_names(args: argparse.Namespace, console: Console) -> None:

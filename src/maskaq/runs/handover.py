@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maskaq import randomness
-from maskaq.config import Recipe
-from maskaq.leaves import dead_leaves
+from maskaq.recipe.schema import Recipe
+from maskaq.images.dead_leaves import dead_leaves
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
 

@@ -10,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq import runfolder
-from maskaq.config import Quantization, Recipe, recipe_from_dict
-from maskaq.data import SyntheticSet
+from maskaq.storage import files
+from maskaq.recipe.schema import Quantization, Recipe, recipe_from_dict
+from maskaq.images.sets import SyntheticSet
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
-from maskaq.pretrained import add_metrics, from_pretrained, read_config
+from maskaq.artifact.saved import add_metrics, from_pretrained, read_config
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.report import collect
 from maskaq.report.record import Record
-from maskaq.run import own_torch_modes, pick_device, range_images, saved_state
-from maskaq.runfolder import METRICS_FILE, QUANTIZED, RunFolder
-from maskaq.stored import first_images, latest_images, state_digest
-from maskaq.watch import Watch
+from maskaq.runs.provenance import pick_device
+from maskaq.runs.quantize import range_images, saved_state
+from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
+from maskaq.images.stored import first_images, latest_images, state_digest
+from maskaq.progress import Watch
 
 PAGE_FILE = "report.html"
 
@@ -173,7 +175,7 @@ def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: 
     run = RunFolder.read(folder)
     before = _measured(run, data)
     found["accuracy"] |= {name: before[name] for name, row in table.items() if isinstance(row, str) and name in before}
-    runfolder.write_json_atomic(run.path(METRICS_FILE), found)
+    files.write_json_atomic(run.path(METRICS_FILE), found)
     add_metrics(run.path(QUANTIZED), found)
 
 
@@ -226,7 +228,7 @@ def write_report(
             "delete the one that was edited"
         ) from error
     for file, text in pages.items():
-        runfolder.write_bytes_atomic(file, text.encode(errors="backslashreplace"))
+        files.write_bytes_atomic(file, text.encode(errors="backslashreplace"))
     return path
 
 

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maskaq.artifact.export import onnx as onnx_files
+from maskaq.artifact.export import weights_of
+from maskaq.artifact.export.metadata import REMEDY
+from maskaq.artifact.export.onnx import INPUT, OUTPUT
+from maskaq.artifact.export.verify import onnx, onnxruntime, session
 from maskaq.errors import ExportError, MaskaqError
-from maskaq.export import onnx as onnx_files
-from maskaq.export import weights_of
-from maskaq.export.facts import REMEDY
-from maskaq.export.onnx import INPUT, OUTPUT
-from maskaq.export.verify import onnx, onnxruntime, session
 
 FLOAT_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
 INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm")
@@ -79,7 +79,7 @@ def runtime_of(file: str | Path) -> str:
 def metadata_of(file: str | Path) -> dict[str, Any]:
     """The entries that maskaq wrote into a file."""
     if of_openvino(file):
-        from maskaq.export import openvino as openvino_files  # an extra
+        from maskaq.artifact.export import openvino as openvino_files
 
         return openvino_files.metadata_of(file)
     return onnx_files.metadata_of(file)
@@ -88,7 +88,7 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
 def runnable(file: str | Path, threads: int = 0) -> nn.Module:
     """A file as a module, in the runtime it was written for."""
     if of_openvino(file):
-        from maskaq.export.openvino import OpenvinoModel
+        from maskaq.artifact.export.openvino import OpenvinoModel
 
         return OpenvinoModel(file, threads)
     return OnnxModel(file, threads)
@@ -178,7 +178,7 @@ class Products:
 def products(file: str | Path) -> Products:
     """Counted once the runtime that the file was written for has optimised its graph."""
     if of_openvino(file):
-        from maskaq.export import openvino as openvino_files
+        from maskaq.artifact.export import openvino as openvino_files
 
         return Products(*openvino_files.products(file))
     found = operators(file)
@@ -203,7 +203,7 @@ def _onnxruntime(file: str | Path, threads: int) -> Run:
 
 
 def _openvino(file: str | Path, threads: int) -> Run:
-    from maskaq.export.openvino import compiled, read
+    from maskaq.artifact.export.openvino import compiled, read
 
     with _explained(file):
         request = compiled(read(file), threads).create_infer_request()

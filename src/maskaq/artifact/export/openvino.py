@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskaq.deployed import DeployedConv2d, DeployedLinear, FixedGrid
 from maskaq.errors import ExportError
+from maskaq.quant.deployed import DeployedConv2d, DeployedLinear, FixedGrid
 
 try:
     import openvino
@@ -29,9 +29,9 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
-from maskaq.export.facts import REMEDY, ours
-from maskaq.export.onnx import CODES, OUTPUT, export_onnx
-from maskaq.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
+from maskaq.artifact.export.metadata import REMEDY, ours
+from maskaq.artifact.export.onnx import CODES, OUTPUT, export_onnx
+from maskaq.artifact.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
 
 _LEVELS = 256
 _CORE = openvino.Core()

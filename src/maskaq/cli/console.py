@@ -19,14 +19,22 @@ from rich.table import Table
 from torch import nn
 
 from maskaq.bench import Timing
-from maskaq.config import Recipe
-from maskaq.evaluation import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, lost_to_rounding, won_back
+from maskaq.progress import Watch
+from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
-from maskaq.watch import Watch
+from maskaq.tasks.classification import (
+    CALIBRATED,
+    FULL_PRECISION,
+    NEAREST,
+    SEARCHED,
+    EvalResult,
+    lost_to_rounding,
+    won_back,
+)
 
 if TYPE_CHECKING:  # their packages are an extra
-    from maskaq.export.runtimes import Products, Speed
-    from maskaq.export.verify import Verification
+    from maskaq.artifact.export.runtimes import Products, Speed
+    from maskaq.artifact.export.verify import Verification
 
 SECONDS_BETWEEN_LINES = 10.0
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maskaq.config import Recipe
-from maskaq.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul
 from maskaq.models import expose
-from maskaq.packing import packed_bytes
+from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
+from maskaq.quant.packing import packed_bytes
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantized_twin
+from maskaq.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

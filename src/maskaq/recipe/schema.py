@@ -271,7 +271,7 @@ def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None 
 
 def shipped_recipes() -> dict[str, str]:
     """Name -> text of every recipe inside the package."""
-    folder = resources.files("maskaq") / "recipes"
+    folder = resources.files("maskaq") / "recipe"
     files = [f for f in folder.iterdir() if f.name.endswith(".toml")]
     return {f.name.removesuffix(".toml"): f.read_text(encoding="utf-8") for f in sorted(files, key=lambda f: f.name)}
 

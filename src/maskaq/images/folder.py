@@ -9,10 +9,10 @@ from timm.data import create_transform
 from torch import Tensor, nn
 
 from maskaq import randomness
-from maskaq.config import Recipe
-from maskaq.data import Strip, SyntheticSet, image_files, read_image, to_bytes
+from maskaq.images.sets import Strip, SyntheticSet, image_files, read_image, to_bytes
 from maskaq.models import data_config, geometry
-from maskaq.watch import Watch
+from maskaq.progress import Watch
+from maskaq.recipe.schema import Recipe
 
 
 class FolderImages:

@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq import runfolder, zoo
-from maskaq.card import model_card
-from maskaq.deployed import (
+from maskaq import zoo
+from maskaq.artifact.card import model_card
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
+from maskaq.models import Matmul, class_names, data_config, expose, geometry
+from maskaq.models.load import architecture_of_state, load_shape, rebuild
+from maskaq.quant.deployed import (
     CodedWeight,
     DeployedConv2d,
     DeployedLinear,
@@ -33,10 +36,8 @@ from maskaq.deployed import (
     FloatWeight,
     deploy,
 )
-from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
-from maskaq.models import Matmul, class_names, data_config, expose, geometry
-from maskaq.models.load import architecture_of_state, load_shape, rebuild
-from maskaq.packing import WIDTHS, pack, packed_bytes, unpack
+from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
+from maskaq.storage import files, runfolder
 
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -124,14 +125,14 @@ def write(
     tensors = _stored(deployed)
     described, labelled = _described(deployed, architecture), _labelled(deployed, labels)
     sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either
-    data = runfolder.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
+    data = files.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
     config = described | labelled
     config["weights"] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
     config["weights"]["float32_bytes"] = 4 * sum(value.numel() for value in _float_state(deployed).values())
     config["made"] = _plain_json(made if made is not None else _remembered(deployed).get("made", {}), "made")
     config["maskaq_version"] = maskaq.__version__
-    files = {WEIGHTS: data, CONFIG: runfolder.json_bytes(config), CARD: model_card(config).encode()}
-    runfolder.write_folder_atomic(root, files)
+    written = {WEIGHTS: data, CONFIG: files.json_bytes(config), CARD: model_card(config).encode()}
+    files.write_folder_atomic(root, written)
 
 
 def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
@@ -139,8 +140,8 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
     root = Path(folder)
     config = _read_config(root)
     config["made"] = {**config["made"], "metrics": metrics_to_show(metrics)}
-    runfolder.write_json_atomic(root / CONFIG, config)
-    runfolder.write_bytes_atomic(root / CARD, model_card(config).encode())
+    files.write_json_atomic(root / CONFIG, config)
+    files.write_bytes_atomic(root / CARD, model_card(config).encode())
 
 
 def metrics_to_show(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -449,7 +450,7 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{found[:12]}... in {len(data)} bytes; {_AGAIN}"
         )
     try:
-        tensors, metadata = runfolder.unseal(data, path, _AGAIN)
+        tensors, metadata = files.unseal(data, path, _AGAIN)
         described = json.loads(metadata["config"])
     except RunFolderError as error:
         raise PretrainedError(str(error)) from error
@@ -505,7 +506,7 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return runfolder.read_regular(path)
+        return files.read_regular(path)
     except FileNotFoundError:
         raise PretrainedError(f"{path} is missing: {_EXPECTED}") from None
     except OSError as error:

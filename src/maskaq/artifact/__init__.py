@@ -1,0 +1,1 @@
+"""The quantized model as files: saved folder, model card, exports."""

@@ -1,0 +1,1 @@
+"""Fitting the student to the teacher."""

@@ -1,0 +1,1 @@
+"""What a model is for: how predictions are evaluated."""

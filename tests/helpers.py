@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: tiny models, tiny recipes, a watch that remembers, a process that can die."""
+"""What the tests of whole runs share: tiny models, tiny recipes, a progress that remembers, a process that can die."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ from torch import nn
 from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
 from maskaq.models import expose
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs import quantize as run
@@ -74,7 +74,7 @@ def pair(recipe: Recipe, build=tiny_vit) -> tuple[nn.Module, nn.Module]:
     return teacher, student
 
 
-class Ears(Watch):
+class Ears(Progress):
     """Remembers every note, stage and advance."""
 
     def __init__(self) -> None:

@@ -153,7 +153,7 @@ def test_an_engine_that_seldom_looks_waits_for_the_device_once_an_epoch():
         seconds_between_looks = 1e9
 
     ears = Ears()
-    fit = calibrator("calibration.batch=2", watch=ears, engine=Seldom())
+    fit = calibrator("calibration.batch=2", progress=ears, engine=Seldom())
     fit.epoch(pictures(8), 0)
     ears.advances.clear()
     means = fit.epoch(pictures(8), 1)
@@ -197,7 +197,7 @@ def small_memory(model: nn.Module, most: int) -> None:
 def test_a_batch_that_does_not_fit_is_taken_in_parts_with_the_same_step(who, mixing):
     settings = (*SCHEME, SGD, "calibration.batch=8", "calibration.lr=0.01", "calibration.range_lr=100", *mixing)
     whole, ears = calibrator(*settings), Ears()
-    parts = calibrator(*settings, watch=ears)
+    parts = calibrator(*settings, progress=ears)
     small_memory(getattr(parts, who), most=3)
     start = state(whole.student)
     told, told_in_parts = (cal.epoch(pictures(), 0) for cal in (whole, parts))

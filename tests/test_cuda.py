@@ -39,7 +39,7 @@ RECIPE = small_recipe(
 @pytest.fixture(scope="module")
 def fast():
     ears = Ears()
-    engine = pick_engine(torch.device("cuda"), watch=ears)
+    engine = pick_engine(torch.device("cuda"), progress=ears)
     assert engine.captures, ears.notes
     return engine
 
@@ -58,7 +58,7 @@ def test_images_go_where_the_plain_engine_takes_them(fast, name):
     for engine in (PLAIN, fast):
         synthesizer = Synthesizer(*models(name), one, engine=engine)
         synthesizer(torch.arange(32))
-        gradients.append(synthesizer._canvas.images.grad.flatten(1))
+        gradients.append(synthesizer._buffers.images.grad.flatten(1))
         whole = Synthesizer(*models(name), RECIPE, engine=engine)
         whole(torch.arange(32))
         losses.append(whole.curves[-1])
@@ -89,7 +89,7 @@ def test_a_run_that_stopped_is_finished_by_another(fast, name, tmp_path, monkeyp
         hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 6, stop)
         quantize(load_model(name), RECIPE, tmp_path / "run", checkpoint_seconds=0)
     ears = Ears()
-    result = quantize(load_model(name), RECIPE, tmp_path / "run", watch=ears)
+    result = quantize(load_model(name), RECIPE, tmp_path / "run", progress=ears)
     assert [stage for stage in ears.stages if stage[0].startswith("calibrate")] == [
         ("calibrate, round 2 of 2", 4 * 32, 32)
     ]

@@ -26,7 +26,7 @@ from helpers import (
 
 from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.runs import quantize as run
 from maskaq.storage.runfolder import QUANTIZED
 
@@ -37,7 +37,7 @@ RECIPE = small_recipe("refresh.start=warm")
 SECONDS = 60  # a case that takes longer hangs
 
 
-class Snapshots(Watch):
+class Snapshots(Progress):
     """Copies the run folder whenever a stage begins, and some way into it."""
 
     def __init__(self, root: Path, to: Path) -> None:
@@ -61,7 +61,7 @@ def snapshots(request, tmp_path_factory):
     """A model, its finished run, and its run folder at many moments."""
     build, source = MODELS[request.param]
     root, to = tmp_path_factory.mktemp(request.param) / "run", tmp_path_factory.mktemp(f"{request.param}-stages")
-    quantize(build(), root, source, watch=Snapshots(root, to))
+    quantize(build(), root, source, progress=Snapshots(root, to))
     shutil.copytree(root, to / "finished", ignore=shutil.ignore_patterns(".lock*"))
     return build, source, root, sorted(to.iterdir())
 

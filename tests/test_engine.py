@@ -257,7 +257,7 @@ def test_a_canvas_with_more_room_than_images_makes_the_same_images():
     """Up to one grey level: products of another size add up in another order."""
 
     class Replaying(Engine):
-        captures = True  # keeps its canvas
+        captures = True  # keeps its buffers
 
     recipe = small_recipe("synthesis.batch=3")
     teacher, student = pair(recipe)
@@ -267,7 +267,7 @@ def test_a_canvas_with_more_room_than_images_makes_the_same_images():
         got, want = (make(torch.tensor(numbers), round) for make in (roomy, fitting))
         assert (got.images.int() - want.images.int()).abs().max() <= 1
         assert got.labels.tolist() == want.labels.tolist() and got.indices.tolist() == numbers
-    assert len(roomy._canvas.labels) == 3 and len(fitting._canvas.labels) == 1
+    assert len(roomy._buffers.labels) == 3 and len(fitting._buffers.labels) == 1
 
 
 @outside
@@ -444,11 +444,11 @@ def test_an_error_within_a_step_leaves_the_models_as_they_were(fast):
 
 @outside
 def test_the_plain_engine_serves_cpu_and_whoever_asks_for_it():
-    watch = Ears()
+    progress = Ears()
     for fast in (None, True, False):
-        assert pick_engine(torch.device("cpu"), fast, watch) is PLAIN
-    assert pick_engine(torch.device("cuda"), False, watch) is PLAIN
-    assert not watch.notes
+        assert pick_engine(torch.device("cpu"), fast, progress) is PLAIN
+    assert pick_engine(torch.device("cuda"), False, progress) is PLAIN
+    assert not progress.notes
 
 
 @outside
@@ -465,18 +465,18 @@ def test_where_the_fast_engine_fails_the_plain_one_serves_with_a_note(monkeypatc
         raise error
 
     monkeypatch.setattr(place, fails)
-    watch = Ears()
-    assert pick_engine(torch.device("cuda"), watch=watch) is PLAIN
-    assert watch.notes == [f"the fast engine cannot run here, the plain one does: {said}"]
-    assert pick_engine(torch.device("cuda")) is PLAIN, "nobody needs to watch"
+    progress = Ears()
+    assert pick_engine(torch.device("cuda"), progress=progress) is PLAIN
+    assert progress.notes == [f"the fast engine cannot run here, the plain one does: {said}"]
+    assert pick_engine(torch.device("cuda")) is PLAIN, "nobody needs to progress"
 
 
 @outside
 def test_without_triton_the_plain_engine_serves_with_a_note(monkeypatch):
     monkeypatch.setitem(sys.modules, "maskaq.engine.fast", None)
-    watch = Ears()
-    assert pick_engine(torch.device("cuda"), watch=watch) is PLAIN
-    assert len(watch.notes) == 1
+    progress = Ears()
+    assert pick_engine(torch.device("cuda"), progress=progress) is PLAIN
+    assert len(progress.notes) == 1
 
 
 # ---- how fast it is

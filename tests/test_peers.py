@@ -476,7 +476,7 @@ def test_noise_is_what_synthesis_starts_from_cut_to_pixels():
     recipe = peer("noise")
     make = Synthesizer(*pair(recipe), recipe)
     got = make(torch.arange(4))
-    assert make.curves == [] and (make.strip.number, make.strip.steps) == (0, [0])
+    assert make.curves == [] and (make.trajectory.number, make.trajectory.steps) == (0, [0])
     moved = Synthesizer(*pair(small_recipe()), small_recipe("synthesis.lr=0"))(torch.arange(4))
     assert torch.equal(got.images, moved.images)
 

@@ -193,7 +193,7 @@ def test_a_report_needs_no_teacher_when_its_data_was_kept(own):
     (own.parent / "vit.safetensors").unlink()
     html, markdown = read_page(own)
     assert "could not be had" not in html and "left out" not in markdown
-    assert html.count("<canvas") == 4
+    assert html.count("<buffers") == 4
 
 
 def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
@@ -203,7 +203,7 @@ def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
     assert html.count("could not be had") == 6  # confidence, maps, distances, sizes, sensitivity, information
     assert "vit.safetensors" in html and "left out" in markdown
     assert "The ten worst sites" in html  # the student is in the folder
-    assert "<canvas" not in html and not (own / collect.FACTS_FILE).exists()
+    assert "<buffers" not in html and not (own / collect.FACTS_FILE).exists()
 
 
 def test_a_run_of_a_model_in_memory_has_a_report_too(tmp_path):
@@ -222,7 +222,7 @@ def test_a_run_that_was_not_evaluated_says_how_to(own):
 
 
 def test_a_run_without_strip_or_events_says_so(own):
-    for path in own.rglob("strip.safetensors"):
+    for path in own.rglob("trajectory.safetensors"):
         path.unlink()
     (own / "events.jsonl").unlink()
     html, _ = read_page(own)
@@ -339,7 +339,7 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     rewrite_run_json(tmp_path / "run", eight_rounds)
     folder = RunFolder.read(tmp_path / "run")
     for round in range(8):
-        path = folder.path(runfolder.STRIP_FILE.format(round=round))
+        path = folder.path(runfolder.TRAJECTORY_FILE.format(round=round))
         words = {"number": "0", "steps": " ".join(map(str, range(20)))}
         files.write_tensors(path, {"images": torch.randint(0, 256, (20, 3, 224, 224), dtype=torch.uint8)}, words)
     kept = collect.read(folder)
@@ -348,7 +348,7 @@ def test_a_page_of_64_large_images_stays_below_10_mb(tmp_path):
     collect.write(folder.root, kept)
     html, _ = read_page(tmp_path / "run")
     assert len(html.encode()) < 10e6
-    assert html.count('alt="Image') == 64 + 64 and html.count('alt="round ') == 80  # rounds; four strips
+    assert html.count('alt="Image') == 64 + 64 and html.count('alt="round ') == 80  # rounds; four trajectories
 
 
 def test_a_page_asks_the_network_for_nothing(vit):
@@ -577,17 +577,17 @@ def test_events_and_figures_that_are_not_whole_are_left_out(own):
     assert "Not evaluated yet" in html and "Not evaluated yet" in markdown
 
 
-# ---- the strip
+# ---- the trajectory
 
 
 def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(finished):
     record = Record(RunFolder.read(finished), collect.read(RunFolder.read(finished)))
     first = [collect._first_of(record.run, round, 1) for round in range(2)]
     for round, steps in enumerate([[0, 1, 2, 3], [0, 1, 2]]):
-        strip = record.strips[round]
-        assert (strip.number, strip.steps) == (0, steps)
-        assert torch.equal(strip.images[-1], first[round].images[0])
-    assert torch.equal(record.strips[1].images[0], first[0].images[0])  # a warm refresh starts where it was
+        trajectory = record.trajectories[round]
+        assert (trajectory.number, trajectory.steps) == (0, steps)
+        assert torch.equal(trajectory.images[-1], first[round].images[0])
+    assert torch.equal(record.trajectories[1].images[0], first[0].images[0])  # a warm refresh starts where it was
     html, _ = read_page(finished)
     assert html.count('data-whose="image #0 of the grid: class 0"') == 2
 
@@ -604,11 +604,11 @@ def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
     recipe = small_recipe("synthesis.max_lost=0.5", "refresh.every=0")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))
-    assert record.strips[0].number == 4  # 0 was lost twice; 4 was made again, and it is that way which is shown
+    assert record.trajectories[0].number == 4  # 0 was lost twice; 4 was made again, and it is that way which is shown
     taken = collect._first_of(record.run, 0, 4).indices  # as a run takes them: from all images
     assert taken.tolist() == [1, 2, 3, 4]
     images = collect._first_of(record.run, 0, 8)
-    assert torch.equal(record.strips[0].images[-1], images.images[images.indices == 4][0])
+    assert torch.equal(record.trajectories[0].images[-1], images.images[images.indices == 4][0])
 
 
 # ---- the command
@@ -751,7 +751,7 @@ def test_the_choice_of_a_layer_changes_the_maps_by_keyboard_too(browser, page, w
     from selenium.webdriver.common.keys import Keys
 
     show(browser, page, width)
-    maps = "[...document.querySelectorAll('.maps canvas')].map((c) => c.toDataURL())"
+    maps = "[...document.querySelectorAll('.maps buffers')].map((c) => c.toDataURL())"
     before, label = ask(browser, maps), ask(browser, "document.getElementById('map-label').textContent")
     slider = browser.find_element("id", "map-layer")
     slider.send_keys(Keys.ARROW_LEFT)

@@ -159,7 +159,7 @@ def test_progress_of_a_resumed_run_starts_at_what_is_done(tmp_path):
         hook(patch.setattr, "maskaq.storage.runfolder:RunFolder.save_checkpoint", 3, interrupt, after=True)
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)  # three of four epochs are kept
     ears = Ears()
-    quantize(tiny_vit(), recipe, out, watch=ears, report=False)
+    quantize(tiny_vit(), recipe, out, progress=ears, report=False)
     assert ears.stages == [("synthesize, round 2 of 2", 16, 16), ("calibrate, round 2 of 2", 16, 8)]
     assert not ears.notes
 
@@ -229,7 +229,7 @@ def test_a_finished_run_called_again_changes_nothing_and_makes_nothing(tmp_path,
     for cls, name in ((Synthesizer, "_optimise"), (Calibrator, "_step")):
         monkeypatch.setattr(cls, name, lambda *_, **__: pytest.fail("a finished run has nothing to do"))
     ears = Ears()
-    result = quantize(tiny_vit(), recipe, out, forecast=True, watch=ears)
+    result = quantize(tiny_vit(), recipe, out, forecast=True, progress=ears)
     assert content(out) == before
     assert len(ears.notes) == 1 and ears.notes[0].startswith(f"{out} is finished")
     assert not ears.stages
@@ -296,7 +296,7 @@ def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
 
 def test_a_run_that_never_refreshes_makes_its_images_once(tmp_path):
     ears = Ears()
-    quantize(tiny_vit(), small_recipe("refresh.every=0"), tmp_path / "run", watch=ears, report=False)
+    quantize(tiny_vit(), small_recipe("refresh.every=0"), tmp_path / "run", progress=ears, report=False)
     assert ears.stages == [("synthesize, round 1 of 1", 24, 0), ("calibrate, round 1 of 1", 32, 0)]
     assert [p.name for p in (tmp_path / "run" / "images").iterdir()] == ["round_00"]
 
@@ -508,7 +508,7 @@ def harmful(*overrides: str):
 
 def test_a_student_that_calibration_made_worse_is_not_handed_over(tmp_path):
     ears, out = Ears(), tmp_path / "run"
-    result = quantize(tiny_vit(), harmful(), out, watch=ears)
+    result = quantize(tiny_vit(), harmful(), out, progress=ears)
     (told,) = [event for event in RunFolder.read(out).events() if event["stage"] == "hand over"]
     assert told["kept"] == "start" and told["end"] > told["start"] > 0 and told["images"] >= 8
     assert [note for note in ears.notes if "worse" in note and "--keep last" in note]
@@ -543,7 +543,7 @@ def test_the_worse_student_is_handed_over_on_request_without_calibrating_again(t
 def test_a_student_that_calibration_made_better_is_handed_over_without_a_word(tmp_path):
     ears = Ears()
     recipe = small_recipe("calibration.lr=1e-4", "calibration.optimizer=adamw", "calibration.epochs=12")
-    quantize(tiny_vit(), recipe, tmp_path / "run", watch=ears, report=False)
+    quantize(tiny_vit(), recipe, tmp_path / "run", progress=ears, report=False)
     (told,) = [event for event in RunFolder.read(tmp_path / "run").events() if event["stage"] == "hand over"]
     assert told["kept"] == "end" and told["end"] <= told["start"]
     assert not ears.notes
@@ -588,12 +588,12 @@ def test_a_recipe_toml_that_was_edited_is_noticed_and_changes_nothing(tmp_path, 
     shutil.rmtree(out / QUANTIZED)
     (out / "recipe.toml").write_bytes((out / "recipe.toml").read_bytes().replace(b"steps = 3", b"steps = \xff"))
     ears = Ears()
-    quantize(tiny_vit(), recipe, out, watch=ears)
+    quantize(tiny_vit(), recipe, out, progress=ears)
     assert ears.notes[0].startswith(f"{out / 'recipe.toml'} was changed")
     assert_same_run(out, straight(WARM))
     (out / "recipe.toml").unlink()
     shutil.rmtree(out / QUANTIZED)
-    quantize(tiny_vit(), recipe, out, watch=ears)
+    quantize(tiny_vit(), recipe, out, progress=ears)
     assert load_recipe(out / "recipe.toml") == recipe and not [n for n in ears.notes[1:] if "was changed" in n]
 
 
@@ -631,7 +631,7 @@ def test_a_second_process_is_refused_while_the_first_works_and_does_not_disturb_
             if len(self.stages) == 2:
                 assert in_process(quantize_and_tell, out, recipe, tmp_path / "told") == 0
 
-    quantize(tiny_vit(), recipe, out, watch=Meddler())
+    quantize(tiny_vit(), recipe, out, progress=Meddler())
     told = (tmp_path / "told").read_text()
     assert told.startswith(f"RunFolderError: another maskaq process (pid {os.getpid()}) is working in {out}")
     assert_same_run(out, straight(WARM))
@@ -697,7 +697,7 @@ def untrained():
         (dict(seed=1.5), RecipeError, "seed: expected a whole number, got 1.5"),
         (dict(out=None), RunFolderError, "out: expected the path of a run folder, got None"),
         (dict(source=5), ModelError, "source: expected a dict"),
-        (dict(watch=5), RecipeError, "watch: expected a maskaq.progress.Watch, got 5"),
+        (dict(progress=5), RecipeError, "progress: expected a maskaq.progress.Progress, got 5"),
         (dict(device="privateuseone"), DeviceError, "device 'privateuseone' cannot be used"),
         (dict(device="hpu"), DeviceError, "device 'hpu' cannot be used"),
         (dict(device="meta"), DeviceError, "device 'meta' cannot be used"),

@@ -198,7 +198,7 @@ def test_an_image_that_becomes_nan_is_made_again_from_another_seed_and_that_is_t
     sound = maker()(numbers(4))
     poison(monkeypatch, bad=[2])
     ears = Ears()
-    made = maker(watch=ears)(numbers(4))
+    made = maker(progress=ears)(numbers(4))
     assert made.indices.tolist() == [0, 1, 2, 3] and made.labels.tolist() == [0, 1, 2, 3]
     assert (made.images[2] != sound.images[2]).float().mean() > 0.5
     assert len(ears.notes) == 1
@@ -216,7 +216,7 @@ def test_images_beside_one_that_becomes_nan_do_not_feel_it(monkeypatch):
 def test_an_image_lost_twice_is_named_by_its_number_and_left_out(monkeypatch):
     poison(monkeypatch, bad=[1], attempts=(0, 1))
     ears = Ears()
-    made = maker(watch=ears)(numbers(8)[4:])
+    made = maker(progress=ears)(numbers(8)[4:])
     assert made.indices.tolist() == [4, 6, 7] and made.labels.tolist() == [0, 2, 3] and len(made.images) == 3
     assert ears.notes[-1] == "images [5] of round 0 are lost: NaN or Inf twice"
 
@@ -342,7 +342,7 @@ def small_memory(model, most: int) -> None:
 
 def test_a_batch_that_does_not_fit_is_halved_and_that_is_told_and_the_images_are_the_same():
     ears = Ears()
-    make = maker("synthesis.batch=8", watch=ears)
+    make = maker("synthesis.batch=8", progress=ears)
     small_memory(make.teacher, most=2)
     made = make(numbers(8))
     assert ears.notes == [f"out of GPU memory: synthesis goes on with batches of {n}" for n in (4, 2)]

@@ -1,8 +1,8 @@
-"""How long work reports to whoever watches it. The library is silent; the command line draws a bar."""
+"""Progress: callbacks for long-running work. The library is silent by default; the command line draws a bar."""
 
 
-class Watch:
-    """Base and default: sees everything, says nothing."""
+class Progress:
+    """Base class and default: does nothing. Subclass it to follow a run."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         """A stage of `total` units begins; `done` of them were finished by an earlier run."""
@@ -11,7 +11,7 @@ class Watch:
         """Some units of the current stage are done."""
 
     def forecast(self, seconds: float) -> None:
-        """The whole work will take about so long."""
+        """Estimated seconds of the whole work."""
 
     def note(self, text: str) -> None:
-        """Something the user should know, in one line."""
+        """One line that the user should know."""

@@ -22,7 +22,7 @@ from maskaq.losses.distill import mean_relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.models.taps import Taps, taps
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantizers
 from maskaq.recipe.schema import Recipe
@@ -38,11 +38,11 @@ class Calibrator:
         recipe: Recipe,
         *,
         seed: int = 0,
-        watch: Watch | None = None,
+        progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
         self.teacher, self.student, self.config, self.seed = teacher, student, recipe.calibration, seed
-        self.watch, self.engine = watch or Watch(), engine
+        self.progress, self.engine = progress or Progress(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.objective = Objective(CALIBRATION_TERMS, self.config.terms, "calibration.terms")
@@ -50,7 +50,7 @@ class Calibrator:
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
         self.micro_batch = self.config.batch
-        self._trays: dict[int, _Tray] = {}
+        self._buffers: dict[int, _BatchBuffers] = {}
         self._data: SyntheticSet | None = None
         self._data_near: SyntheticSet
         self._looked = -math.inf  # when the loss was last read back
@@ -87,7 +87,7 @@ class Calibrator:
                         raise CalibrationError(f"{what}; {blamed}") if blamed else self.diverged(what)
                     unseen.clear()
                     metrics["loss"] = loss
-                self.watch.advance(len(chosen), **metrics)
+                self.progress.advance(len(chosen), **metrics)
         means = {name: float(total) / len(data) for name, total in sums.items()}
         return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
 
@@ -131,28 +131,28 @@ class Calibrator:
         """One optimiser step; the mean of each loss term."""
         with self.engine.once() if len(batch) != self.config.batch else nullcontext():  # the rest of an epoch
             while True:
-                tray = self._trays.get(len(batch)) or self._tray(batch)
-                tray.fill(batch, epoch)
+                buffers = self._buffers.get(len(batch)) or self._new_buffers(batch)
+                buffers.fill(batch, epoch)
                 try:
-                    tray.advance()
-                    return tray.parts
+                    buffers.advance()
+                    return buffers.parts
                 except torch.OutOfMemoryError:
-                    self._trays.clear()
+                    self._buffers.clear()
                     if self.micro_batch == 1:
                         raise
                     self.micro_batch = max(1, min(self.micro_batch, len(batch)) // 2)
                     torch.cuda.empty_cache()
-                    self.watch.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
+                    self.progress.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
 
-    def _tray(self, batch: SyntheticSet) -> "_Tray":
-        tray = self._trays[len(batch)] = _Tray(batch.to(self.device))
-        tray.advance = self.engine.repeated(partial(self._update, tray))
-        return tray
+    def _new_buffers(self, batch: SyntheticSet) -> "_BatchBuffers":
+        buffers = self._buffers[len(batch)] = _BatchBuffers(batch.to(self.device))
+        buffers.advance = self.engine.repeated(partial(self._update, buffers))
+        return buffers
 
-    def _update(self, tray: "_Tray") -> None:
-        """An optimiser step on the tray's images, in parts that fit the memory. Nothing here waits for the device."""
-        count = len(tray.batch)
-        views = self._augmented(tray)  # of the whole batch: mixing takes from all of it
+    def _update(self, buffers: "_BatchBuffers") -> None:
+        """One optimiser step on the buffered batch, in parts that fit the memory. Nothing here waits for the device."""
+        count = len(buffers.batch)
+        views = self._augmented(buffers)  # of the whole batch: mixing takes from all of it
         self.optimizer.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
         for part in views.split(self.micro_batch):
@@ -166,13 +166,15 @@ class Calibrator:
         if self.config.clip_grad:
             nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip_grad)
         self.optimizer.step()
-        tray.parts = means
+        buffers.parts = means
 
-    def _augmented(self, tray: "_Tray") -> Tensor:
-        keys = randomness.fold(randomness.image_keys(self.seed, tray.batch.indices), "view")
+    def _augmented(self, buffers: "_BatchBuffers") -> Tensor:
+        keys = randomness.fold(randomness.image_keys(self.seed, buffers.batch.indices), "view")
         settings = asdict(self.config.augment)
         mixing = {name: settings.pop(name) for name in ("cutmix", "mixup")}
-        pixels = self.engine.compiled(_views)(tray.batch.images, randomness.fold(keys, tray.epoch), settings, mixing)
+        pixels = self.engine.compiled(_views)(
+            buffers.batch.images, randomness.fold(keys, buffers.epoch), settings, mixing
+        )
         return self.geometry.normalise(pixels)
 
     def _view(self, images: Tensor) -> CalibrationView:
@@ -235,10 +237,10 @@ class Calibrator:
         for group in self.optimizer.param_groups:
             group["pace"] = min(1.0, error)
 
-    def _set_lr(self, progress: float) -> None:
+    def _set_lr(self, fraction: float) -> None:
         for group in self.optimizer.param_groups:
             rate = self.config.lr * group["lr_factor"] * group["pace"]
-            group["lr"].fill_(rate * cosine(progress, self.config.lr_final))
+            group["lr"].fill_(rate * cosine(fraction, self.config.lr_final))
 
 
 def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
@@ -258,7 +260,7 @@ def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[
     return mix(simclr(to_pixels(images), keys, **settings), keys, **mixing)
 
 
-class _Tray:
+class _BatchBuffers:
     """The batch that a step takes. It stays where it is from step to step, so that a step can be replayed."""
 
     advance: Callable[[], None]

@@ -118,14 +118,14 @@ def _run(
     RunFolder.check(args.out, run.identity(model, recipe, args.seed))
     run.check_folder(recipe, args.out)
     console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))
-    with draw.watch_for(console) as watch:
+    with draw.progress_for(console) as progress:
         run.quantize(
             model,
             recipe,
             args.out,
             seed=args.seed,
             device=device,
-            watch=watch,
+            progress=progress,
             source=source,
             only_images=only_images,
             forecast=True,
@@ -138,7 +138,7 @@ def _run(
         if batches:
             opened = results.open_run(args.out)
             opened = replace(opened, source=opened.source | source)
-            table = results.compare(opened, batches, device=device, watch=watch)
+            table = results.compare(opened, batches, device=device, progress=progress)
     console.print()
     if only_images:
         console.print(f"images are in {args.out}; go on with: maskaq calibrate {shlex.quote(args.out)}")
@@ -169,12 +169,12 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     elif path.name != args.model:  # it has a slash: meant as a folder
         raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
     table: dict[str, EvalResult | str]
-    with draw.watch_for(console) as watch:
+    with draw.progress_for(console) as progress:
         if is_run:
             if given := _given(args):
                 raise ModelError(f"{args.model} is a run and knows its model: {given} is for a model's name")
             opened = _opened(args.model, args.checkpoint)
-            table = results.compare(opened, batches, device=device, watch=watch)
+            table = results.compare(opened, batches, device=device, progress=progress)
             caveat = _caveat(opened.recipe.caveat)
         else:
             model: Any = (
@@ -184,9 +184,9 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
             )
             caveat = _caveat(caveat_of(model.maskaq_config)) if is_saved else ""
             loader = batches(model)
-            watch.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
+            progress.stage(f"evaluate {args.model}", len(loader.dataset))  # type: ignore[arg-type]
             row = CALIBRATED if is_saved else FULL_PRECISION
-            table = {row: evaluate_model(model.to(device), loader, watch)}
+            table = {row: evaluate_model(model.to(device), loader, progress)}
     console.print(draw.accuracy_table(table, f"{args.model} on {args.data}{caveat}"))
     try:
         if is_run:
@@ -250,9 +250,9 @@ def bench_runtime(args: argparse.Namespace, console: Console) -> None:
         raise DeviceError(f"--threads {args.threads}: expected about as many as there are cores, {os.cpu_count()}")
     model = rebuild(notes["architecture"])
     loader = _batches(args)(model) if args.data else None
-    with tempfile.TemporaryDirectory() as folder, draw.watch_for(console) as watch:
+    with tempfile.TemporaryDirectory() as folder, draw.progress_for(console) as progress:
         float32 = files.export_float(model, Path(folder) / "float32.onnx")
-        watch.note(f"{len(args.files) + 1} files, {args.repeats} repeats at batch {', '.join(map(str, args.batch))}")
+        progress.note(f"{len(args.files) + 1} files, {args.repeats} repeats at batch {', '.join(map(str, args.batch))}")
         paths = {"float32": float32} | {file: Path(file) for file in args.files}
         speeds = list(runtimes.bench_files(paths, batches=args.batch, threads=args.threads, repeats=args.repeats))
     console.print(draw.speed_table(speeds, f"the CPU, {args.threads} threads"))
@@ -316,11 +316,13 @@ def bench(args: argparse.Namespace, console: Console) -> None:
     recipe = _recipe(args)
     device = provenance.pick_device(args.device)
     timings: list[measure.Timing] = []
-    with draw.watch_for(console) as watch:
-        engine = pick_engine(device, False if args.plain else None, watch)
+    with draw.progress_for(console) as progress:
+        engine = pick_engine(device, False if args.plain else None, progress)
         for name in args.models:
             teacher = expose(rebuild({"name": name, "args": {}})).to(device)
-            watch.note(f"{name}: timing synthesis and calibration, {args.repeats} repeats of {args.steps} steps each")
+            progress.note(
+                f"{name}: timing synthesis and calibration, {args.repeats} repeats of {args.steps} steps each"
+            )
             sizes = {"batch": args.batch, "calibration_batch": args.calibration_batch}
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=args.steps, repeats=args.repeats)
     console.print(draw.bench_table(timings, provenance.device_name(device)))
@@ -382,8 +384,8 @@ def demo(args: argparse.Namespace, console: Console) -> None:
 def _write_report(folder: str, console: Console, device: torch.device) -> None:
     """The page of a run that went well: a missing library must not make it look like one that failed."""
     try:
-        with draw.watch_for(console) as watch:
-            page = results.write_report(folder, device=device, watch=watch)
+        with draw.progress_for(console) as progress:
+            page = results.write_report(folder, device=device, progress=progress)
         console.print(f"report: {page}")
     except MaskaqError as error:
         console.print(f"no report: {error}")

@@ -9,17 +9,19 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import (
+    Progress as RichProgress,
+)
 from rich.table import Table
 from torch import nn
 
 from maskaq.bench import Timing
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
 from maskaq.tasks.classification import (
@@ -39,7 +41,7 @@ if TYPE_CHECKING:  # their packages are an extra
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class BarWatch(Watch):
+class ProgressBar(Progress):
     """A progress bar with the time left, for a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -52,40 +54,40 @@ class BarWatch(Watch):
             TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("{task.fields[metrics]}"),
         )
-        self.progress = Progress(*columns, console=console)
+        self.bars = RichProgress(*columns, console=console)
         self.task: TaskID | None = None
 
-    def __enter__(self) -> "BarWatch":
-        self.progress.start()
+    def __enter__(self) -> "ProgressBar":
+        self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        self.bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        if self.task is not None and self.progress.tasks[-1].finished is False and self.progress.tasks[-1].total:
-            self.progress.update(self.task, completed=self.progress.tasks[-1].total)
-        self.task = self.progress.add_task(title, total=total, completed=done, metrics="")
+        if self.task is not None and self.bars.tasks[-1].finished is False and self.bars.tasks[-1].total:
+            self.bars.update(self.task, completed=self.bars.tasks[-1].total)
+        self.task = self.bars.add_task(title, total=total, completed=done, metrics="")
 
     def advance(self, units: int = 1, **metrics: float) -> None:
         assert self.task is not None
         text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self.progress.update(self.task, advance=units, metrics=text)
+        self.bars.update(self.task, advance=units, metrics=text)
 
     def forecast(self, seconds: float) -> None:
         self.note(_forecast_line(seconds))
 
     def note(self, text: str) -> None:
-        self.progress.console.print(text)
+        self.bars.console.print(text)
 
 
-class LineWatch(Watch):
+class ProgressLines(Progress):
     """Plain lines now and then, for a log file."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def __enter__(self) -> "LineWatch":
+    def __enter__(self) -> "ProgressLines":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,8 +116,8 @@ class LineWatch(Watch):
         self.console.print(text)
 
 
-def watch_for(console: Console) -> BarWatch | LineWatch:
-    return BarWatch(console) if console.is_terminal else LineWatch(console)
+def progress_for(console: Console) -> ProgressBar | ProgressLines:
+    return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
 def _forecast_line(seconds: float) -> str:

@@ -3,12 +3,12 @@
 import torch
 
 from maskaq.engine.reference import PLAIN, Engine
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 
 __all__ = ["PLAIN", "Engine", "pick_engine"]
 
 
-def pick_engine(device: torch.device, fast: bool | None = None, watch: Watch | None = None) -> Engine:
+def pick_engine(device: torch.device, fast: bool | None = None, progress: Progress | None = None) -> Engine:
     """The fast engine where it can run, else the plain one; `fast` False asks for the plain one."""
     if fast is False or device.type != "cuda":
         return PLAIN
@@ -20,7 +20,7 @@ def pick_engine(device: torch.device, fast: bool | None = None, watch: Watch | N
         return engine
     except Exception as error:  # no Triton, no C compiler, an old GPU: each fails in its own way
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        (watch or Watch()).note(f"the fast engine cannot run here, the plain one does: {reason[0]}")
+        (progress or Progress()).note(f"the fast engine cannot run here, the plain one does: {reason[0]}")
         return PLAIN
 
 

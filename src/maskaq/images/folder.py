@@ -9,9 +9,9 @@ from timm.data import create_transform
 from torch import Tensor, nn
 
 from maskaq import randomness
-from maskaq.images.sets import Strip, SyntheticSet, image_files, read_image, to_bytes
+from maskaq.images.sets import SyntheticSet, Trajectory, image_files, read_image, to_bytes
 from maskaq.models import data_config, geometry
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
 
 
@@ -24,12 +24,12 @@ class FolderImages:
 
     stage = "read real images"
 
-    def __init__(self, teacher: nn.Module, recipe: Recipe, *, seed: int = 0, watch: Watch | None = None) -> None:
-        self.recipe, self.seed, self.watch = recipe, seed, watch or Watch()
+    def __init__(self, teacher: nn.Module, recipe: Recipe, *, seed: int = 0, progress: Progress | None = None) -> None:
+        self.recipe, self.seed, self.progress = recipe, seed, progress or Progress()
         self.geometry, config = geometry(teacher), data_config(teacher)
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
-        self.strip: Strip | None = None  # nothing is on its way
+        self.trajectory: Trajectory | None = None  # nothing is on its way
         self.blamed: str | None = None  # and nothing can become NaN
 
     @cached_property
@@ -50,5 +50,5 @@ class FolderImages:
     def _read(self, file: Path) -> Tensor:
         """(1, C, H, W) uint8."""
         image: Image.Image = read_image(str(file), self.geometry.channels)
-        self.watch.advance(1)
+        self.progress.advance(1)
         return to_bytes(self.geometry.pixels(self.transform(image)[None]))  # type: ignore[operator, index]

@@ -17,9 +17,9 @@ def thin(mask: Tensor, keep: int | Tensor, keys: Tensor) -> Tensor:
     return mask * (_rank(lots + mask) < keep).to(mask.dtype)  # masked patches draw from [1, 2), the others lose
 
 
-def mask_size(patches: int, progress: float, start: float, end: float) -> int:
-    """k: annealed linearly from start to end (shares of the patches) as progress goes from 0 to 1."""
-    return max(1, round(patches * (start + (end - start) * progress)))
+def mask_size(patches: int, fraction: float, start: float, end: float) -> int:
+    """k: annealed linearly from start to end (shares of the patches) as fraction goes from 0 to 1."""
+    return max(1, round(patches * (start + (end - start) * fraction)))
 
 
 def kept_size(k: int, drop: float, keep_at_least: int) -> int:

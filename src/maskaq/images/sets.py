@@ -50,7 +50,7 @@ class SyntheticSet:
 
 
 @dataclass(frozen=True)
-class Strip:
+class Trajectory:
     """One image on its way, from its start."""
 
     number: int

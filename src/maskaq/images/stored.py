@@ -25,7 +25,7 @@ from maskaq.models import geometry
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
-from maskaq.storage.runfolder import QUANTIZED, STRIP_FILE, RunFolder, Shard
+from maskaq.storage.runfolder import QUANTIZED, TRAJECTORY_FILE, RunFolder, Shard
 
 ImageSource = Synthesizer | FolderImages
 
@@ -121,7 +121,7 @@ class StoredImages:
 
     def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory) -> None:
         self.run, self.source, self.history = run, source, history
-        self.recipe, self.watch = source.recipe, source.watch
+        self.recipe, self.progress = source.recipe, source.progress
         numbers = torch.arange(self.recipe.synthesis.images)
         self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
         """Numbers of the images in each shard."""
@@ -135,7 +135,7 @@ class StoredImages:
         found = {shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round, shard)) is not None}
         done = sum(len(self.numbers[shard]) for shard in found)
         title = f"{self.source.stage}, round {round + 1} of {len(self.recipe.rounds)}"
-        self.watch.stage(title, config.images * work, done=done * work)
+        self.progress.stage(title, config.images * work, done=done * work)
         missing = [shard for shard in range(len(self.numbers)) if shard not in found]
         while missing:
             together = self.source.shards_at_once(len(missing))
@@ -164,7 +164,7 @@ class StoredImages:
         try:
             found = self.run.load_shard(round, shard)
         except files.DamagedError as error:
-            self.watch.note(f"{error.path} is damaged ({error.reason}): it is made again")
+            self.progress.note(f"{error.path} is damaged ({error.reason}): it is made again")
             return None
         known = self._known_of(round)
         if known.shards is not None:
@@ -192,7 +192,7 @@ class StoredImages:
             differ = [shard for shard in shards if made[shard].digest != known.shards[shard]]
             if differ:
                 raise self._lost(round, differ, "made again they come out different, on another device or version")
-        self._keep_strip(round, first=shards[0] == 0)
+        self._keep_trajectory(round, first=shards[0] == 0)
         for shard in shards:
             self.run.write_shard(round, shard, sealed[shard])
             about = {"stage": self.source.stage, "round": round, "shard": shard, "seconds": seconds}
@@ -218,12 +218,12 @@ class StoredImages:
             self._known[key] = _Known(used.shards if used else None, self.history.digest_at_start_of(round))
         return self._known[key]
 
-    def _keep_strip(self, round: int, first: bool) -> None:
+    def _keep_trajectory(self, round: int, first: bool) -> None:
         """One image of the round on its way: the first, or the first of a later shard where that one was lost."""
-        path, strip = self.run.path(STRIP_FILE.format(round=round)), self.source.strip
-        if strip is not None and (first or not path.exists()):
-            words = {"number": str(strip.number), "steps": " ".join(map(str, strip.steps))}
-            files.write_tensors(path, {"images": strip.images}, words)
+        path, trajectory = self.run.path(TRAJECTORY_FILE.format(round=round)), self.source.trajectory
+        if trajectory is not None and (first or not path.exists()):
+            words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}
+            files.write_tensors(path, {"images": trajectory.images}, words)
 
     def _check_lost(self, round: int, lost: int) -> None:
         """SynthesisError if too many images of a round became NaN or Inf."""

@@ -16,12 +16,12 @@ from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
 from maskaq.images.augment import jitter, quarter
 from maskaq.images.dead_leaves import dead_leaves
-from maskaq.images.sets import Strip, SyntheticSet, balanced_labels, to_bytes, to_pixels
+from maskaq.images.sets import SyntheticSet, Trajectory, balanced_labels, to_bytes, to_pixels
 from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
 from maskaq.models.taps import taps
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
@@ -50,12 +50,12 @@ class Synthesizer:
         recipe: Recipe,
         *,
         seed: int = 0,
-        watch: Watch | None = None,
+        progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
         self.teacher, self.student, self.recipe, self.seed = teacher, student, recipe, seed
         self.config = recipe.synthesis
-        self.watch, self.engine = watch or Watch(), engine
+        self.progress, self.engine = progress or Progress(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.objective = Objective(SYNTHESIS_TERMS, self.config.terms, "synthesis.terms")
@@ -63,13 +63,13 @@ class Synthesizer:
         """Images optimised together."""
         self.curves: list[dict[str, float]] = []
         """Mean of each term at some steps of the latest batch."""
-        self.strip: Strip | None = None
+        self.trajectory: Trajectory | None = None
         """The first image of the latest call, at its start and after some of its steps; None if it was lost."""
         self.blamed: str | None = None
         """What to do about a term that lost images, once some are lost; empty where it was no single term."""
         self._room: int | None = None
-        self._canvas: _Canvas | None = None
-        self._shelf: dict[nn.Module, Tensor] = {}
+        self._buffers: _StepBuffers | None = None
+        self._weight_cache: dict[nn.Module, Tensor] = {}
 
     def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, made anew, or from `start`, the same images of the round before.
@@ -79,20 +79,20 @@ class Synthesizer:
         indices = indices.to(self.device)
         images, finite = self._make(indices, round, start, attempt=0)
         if not finite.all():
-            ill, strip = ~finite, self.strip
-            self.watch.note(
+            ill, trajectory = ~finite, self.trajectory
+            self.progress.note(
                 f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
             )
             images[ill], finite[ill] = self._make(indices[ill], round, None, attempt=1)
             if not ill[0]:
-                self.strip = strip
+                self.trajectory = trajectory
             elif not finite[0]:
-                self.strip = None
+                self.trajectory = None
         if not finite.all():
             if self.blamed is None:
                 self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round)
             why = f"; {self.blamed}" if self.blamed else ""
-            self.watch.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
+            self.progress.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
         pixels = self.geometry.pixels(images[finite])
         kept = indices[finite]
         return SyntheticSet(to_bytes(pixels), balanced_labels(kept, self.geometry.classes), kept).to("cpu")
@@ -117,7 +117,7 @@ class Synthesizer:
         before = torch.cuda.memory_allocated(self.device)
         with self.engine.once():
             self.trial(few, steps=1)
-        self._canvas = None
+        self._buffers = None
         used = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0] * 0.75 / max(1, used / few))
@@ -136,31 +136,31 @@ class Synthesizer:
 
     def trial(self, count: int, steps: int) -> None:
         """Some steps of some images that nobody wants, to time them or to see what memory they take."""
-        watch, self.watch = self.watch, Watch()
+        progress, self.progress = self.progress, Progress()
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
             self._optimise(images, balanced_labels(indices, self.geometry.classes), indices, steps, lr=0.1)
         finally:
-            self.watch = watch
+            self.progress = progress
 
     def _make(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> tuple[Tensor, Tensor]:
         """Normalised images and which of them are finite; halves the batch when the GPU's memory does not hold it."""
         while True:
             try:
-                made, strips = [], []
+                made, trajectories = [], []
                 for part in indices.split(self.batch):
                     made.append(self._make_part(part, round, start, attempt))
-                    strips.append(self.strip)
-                images, self.strip = torch.cat(made), strips[0]
+                    trajectories.append(self.trajectory)
+                images, self.trajectory = torch.cat(made), trajectories[0]
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
-                self._canvas = None
+                self._buffers = None
                 if self.batch == 1:
                     raise
                 self.batch = max(1, min(self.batch, len(indices)) // 2)
                 torch.cuda.empty_cache()
-                self.watch.note(f"out of GPU memory: synthesis goes on with batches of {self.batch}")
+                self.progress.note(f"out of GPU memory: synthesis goes on with batches of {self.batch}")
 
     def _make_part(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> Tensor:
         keys = self._keys(indices, round, attempt)
@@ -175,9 +175,9 @@ class Synthesizer:
             images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
         else:  # nothing to optimise: what they start from are the images
             self.curves = []
-            self.watch.advance(len(images))
+            self.progress.advance(len(images))
         points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()
-        self.strip = Strip(int(indices[0]), points, list(way))
+        self.trajectory = Trajectory(int(indices[0]), points, list(way))
         return images
 
     def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
@@ -195,27 +195,27 @@ class Synthesizer:
         self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Algorithm 1, lines 2-6. Gives the images, and the first of them after some numbers of steps."""
-        canvas = self._canvas_for(len(images))
-        canvas.fill(images, labels, keys, self._schedule(steps, lr))
+        buffers = self._buffers_for(len(images))
+        buffers.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        points, way = [], {0: canvas.images.detach()[0].clone()}
+        points, way = [], {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
             for step in range(steps):
-                canvas.advance()
+                buffers.advance()
                 if step in logged:
-                    way[step + 1] = canvas.images.detach()[0].clone()
-                    points.append((step, {name: x[: len(images)].mean() for name, x in canvas.parts.items()}))
-                self.watch.advance(len(images))
+                    way[step + 1] = buffers.images.detach()[0].clone()
+                    points.append((step, {name: x[: len(images)].mean() for name, x in buffers.parts.items()}))
+                self.progress.advance(len(images))
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]
-        return canvas.images.detach()[: len(images)].clone(), way
+        return buffers.images.detach()[: len(images)].clone(), way
 
     @contextmanager
     def _models_ready(self) -> Iterator[None]:
         """Around steps: the student held still, both models run the engine's way and listened to."""
         with ExitStack() as stack:
-            stack.enter_context(frozen(self.student, self._shelf))
+            stack.enter_context(frozen(self.student, self._weight_cache))
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
             received, needs = f"{self.config.map}_received", self.objective.needs
@@ -231,36 +231,42 @@ class Synthesizer:
         if not self.objective.own or not steps:
             return ""
         schedule = self._schedule(steps, self.recipe.lr_in_round(round))
-        canvas = _Canvas(len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device)
+        buffers = _StepBuffers(
+            len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device
+        )
         labels = balanced_labels(indices, self.geometry.classes)
-        canvas.fill(self._start(randomness.fold(keys, "start")), labels, keys, schedule)
+        buffers.fill(self._start(randomness.fold(keys, "start")), labels, keys, schedule)
         with self.engine.once(), self._models_ready():
             for _ in range(steps):
-                now = canvas.now()
-                values = self.objective.weighted(self._view(canvas, randomness.fold(canvas.keys, canvas.step), now))
+                now = buffers.now()
+                values = self.objective.weighted(self._view(buffers, randomness.fold(buffers.keys, buffers.step), now))
                 ill = [name for name, value in values.items() if not torch.isfinite(value).all()]
                 gradients = {
-                    name: torch.autograd.grad(value.sum(), canvas.images, retain_graph=True)[0]
+                    name: torch.autograd.grad(value.sum(), buffers.images, retain_graph=True)[0]
                     for name, value in values.items()
                     if value.requires_grad
                 }
                 ill = ill or [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
                 if ill:
                     return self.objective.blame(ill)
-                canvas.images.grad = torch.stack(list(gradients.values())).sum(dim=0)
-                canvas.descend(now["lr"])
+                buffers.images.grad = torch.stack(list(gradients.values())).sum(dim=0)
+                buffers.descend(now["lr"])
         return ""
 
-    def _canvas_for(self, count: int) -> "_Canvas":
-        """A canvas with room for so many images. One that a replay is bound to serves every later batch that fits."""
-        canvas = self._canvas
-        if canvas is None or len(canvas.labels) < count or (len(canvas.labels) != count and not self.engine.captures):
-            self._canvas = None  # frees its memory before the next one takes some
+    def _buffers_for(self, count: int) -> "_StepBuffers":
+        """Buffers with room for so many images. Those that a replay is bound to serve every later batch that fits."""
+        buffers = self._buffers
+        if (
+            buffers is None
+            or len(buffers.labels) < count
+            or (len(buffers.labels) != count and not self.engine.captures)
+        ):
+            self._buffers = None  # frees its memory before the next one takes some
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
-            canvas = _Canvas(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
-            canvas.advance = self.engine.repeated(partial(self._step, canvas))
-            self._canvas = canvas
-        return canvas
+            buffers = _StepBuffers(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
+            buffers.advance = self.engine.repeated(partial(self._step, buffers))
+            self._buffers = buffers
+        return buffers
 
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
         """Whatever changes from step to step, for every step."""
@@ -268,39 +274,41 @@ class Synthesizer:
         roll = round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
-            progress = step / max(1, steps - 1)
+            fraction = step / max(1, steps - 1)
             schedule["lr"].append(lr * cosine(step / steps, config.lr_final))
-            schedule["noise"].append(config.noise * (1 - progress))
-            schedule["roll"].append(roll if progress < 0.5 else 2 * roll)
+            schedule["noise"].append(config.noise * (1 - fraction))
+            schedule["roll"].append(roll if fraction < 0.5 else 2 * roll)
             for grid, patches in grids.items():
-                k = masks.mask_size(patches, progress, config.mask.start, config.mask.end)
+                k = masks.mask_size(patches, fraction, config.mask.start, config.mask.end)
                 schedule[f"k {grid}"].append(k)
                 schedule[f"keep {grid}"].append(masks.kept_size(k, config.mask.drop, config.mask.keep_at_least))
         return schedule
 
-    def _step(self, canvas: "_Canvas") -> None:
-        """One step of every image on the canvas. Nothing here waits for the device: a CUDA graph can hold it."""
-        now = canvas.now()
-        keys = randomness.fold(canvas.keys, canvas.step)
-        total, parts = self.objective(self._view(canvas, keys, now))
+    def _step(self, buffers: "_StepBuffers") -> None:
+        """One step of every image on the buffers. Nothing here waits for the device: a CUDA graph can hold it."""
+        now = buffers.now()
+        keys = randomness.fold(buffers.keys, buffers.step)
+        total, parts = self.objective(self._view(buffers, keys, now))
         self.objective.check_gradient(total, "the images")
-        (gradient,) = torch.autograd.grad(total.sum(), canvas.images)
-        canvas.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
-        canvas.descend(now["lr"])
-        canvas.parts = parts
+        (gradient,) = torch.autograd.grad(total.sum(), buffers.images)
+        buffers.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
+        buffers.descend(now["lr"])
+        buffers.parts = parts
 
-    def _view(self, canvas: "_Canvas", keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
-        config, needs, images = self.config, self.objective.needs, canvas.images
+    def _view(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
+        config, needs, images = self.config, self.objective.needs, buffers.images
         # Before the images themselves, whose attention is what is seen afterwards.
-        region = self._region(canvas, keys, now) if "regions" in needs else {}
+        region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
             logits = self.teacher(jittered)
             if "student" in needs:
                 self.student(jittered)
         layers, losses = self.geometry.layers, self.engine.losses
-        view = SynthesisView(images, canvas.labels, logits.float(), layers, self.seen[config.map], run=losses, **region)
-        view.keys = canvas.keys
+        view = SynthesisView(
+            images, buffers.labels, logits.float(), layers, self.seen[config.map], run=losses, **region
+        )
+        view.keys = buffers.keys
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])
         if "student" in needs:
@@ -325,12 +333,12 @@ class Synthesizer:
         )
         return jittered
 
-    def _region(self, canvas: "_Canvas", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _region(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
         """What a view says of regions: one of each image's, another at each step, seen as an image of its own."""
-        found, keys = regions(canvas.keys, canvas.labels, self.geometry.classes), randomness.fold(keys, "region")
+        found, keys = regions(buffers.keys, buffers.labels, self.geometry.classes), randomness.fold(keys, "region")
         chosen = (randomness.uniform(keys) * found.count).long()
         cells = found.cells.gather(1, chosen[:, None]).squeeze(1)
-        enlarged = self._jittered(quarter(canvas.images, cells), keys, now)
+        enlarged = self._jittered(quarter(buffers.images, cells), keys, now)
         with self.engine.precision():
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
@@ -359,7 +367,7 @@ class Synthesizer:
         return found
 
 
-class _Canvas:
+class _StepBuffers:
     """What a step reads and writes: tensors that stay where they are from batch to batch, so a step can be replayed.
 
     Args:
@@ -393,7 +401,7 @@ class _Canvas:
 
     @torch.no_grad()
     def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:
-        """Begin with other images. A canvas with more room than images repeats the last one."""
+        """Begin with other images. A buffers with more room than images repeats the last one."""
         places = torch.arange(len(self.labels), device=images.device).clamp(max=len(images) - 1)
         self.images.copy_(images[places].clamp(self.low, self.high))
         self.labels.copy_(labels[places])
@@ -419,15 +427,15 @@ class _Canvas:
 
 
 def synthesize(
-    teacher: nn.Module, student: nn.Module, recipe: Recipe, *, seed: int = 0, watch: Watch | None = None
+    teacher: nn.Module, student: nn.Module, recipe: Recipe, *, seed: int = 0, progress: Progress | None = None
 ) -> SyntheticSet:
     """All synthetic images of one round, in memory."""
-    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, watch=watch)
+    synthesizer = Synthesizer(teacher, student, recipe, seed=seed, progress=progress)
     shards = torch.arange(recipe.synthesis.images).split(recipe.synthesis.batch)
-    synthesizer.watch.stage("synthesize", recipe.synthesis.images * max(1, recipe.synthesis.steps))
+    synthesizer.progress.stage("synthesize", recipe.synthesis.images * max(1, recipe.synthesis.steps))
     return SyntheticSet.concatenate(synthesizer(shard) for shard in shards)
 
 
-def cosine(progress: float, final: float) -> float:
-    """Factor of the learning rate: 1 at progress 0, `final` at progress 1."""
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+def cosine(fraction: float, final: float) -> float:
+    """Factor of the learning rate: 1 at fraction 0, `final` at fraction 1."""
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * fraction))

@@ -99,13 +99,13 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
 
 
 @contextmanager
-def frozen(student: nn.Module, shelf: dict[nn.Module, Tensor] | None = None) -> Iterator[None]:
+def frozen(student: nn.Module, weight_cache: dict[nn.Module, Tensor] | None = None) -> Iterator[None]:
     """Hold the student still: weights quantized once, no gradient to any parameter. For synthesis and evaluation.
 
     Args:
-        shelf: keeps the quantized weights of each layer in the same memory from one call to the next.
+        weight_cache: keeps the quantized weights of each layer in the same memory from one call to the next.
     """
-    shelf = {} if shelf is None else shelf
+    weight_cache = {} if weight_cache is None else weight_cache
     trained = [p for p in student.parameters() if p.requires_grad]
     layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
     held = [layer.held_weight for layer in layers]  # by an outer `frozen`, or None
@@ -113,7 +113,9 @@ def frozen(student: nn.Module, shelf: dict[nn.Module, Tensor] | None = None) -> 
         student.requires_grad_(False)
         for layer in layers:
             weight = layer.quantized_weight().detach()
-            layer.held_weight = shelf[layer].copy_(weight) if layer in shelf else shelf.setdefault(layer, weight)
+            layer.held_weight = (
+                weight_cache[layer].copy_(weight) if layer in weight_cache else weight_cache.setdefault(layer, weight)
+            )
         yield
     finally:
         for layer, before in zip(layers, held, strict=True):

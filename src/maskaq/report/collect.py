@@ -21,7 +21,7 @@ from maskaq.images.synthesis import Synthesizer
 from maskaq.losses.attention import masked_difference
 from maskaq.models import class_names, geometry
 from maskaq.models.taps import taps
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.quant import ranges
 from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
@@ -40,7 +40,7 @@ SHOWN = 64  # images in the grid
 CHOSEN = 8  # images whose attention and rounds are shown
 PROBES = 16  # images that pass the sites, and each quantized layer
 _SIDE = 160  # px of the longer side of an image in the grid
-SMALL_SIDE = 112  # px where there are many more: rounds, strips
+SMALL_SIDE = 112  # px where there are many more: rounds, trajectories
 _ROUNDS = 8  # at most so many rounds are shown
 _VALUES = 1 << 16  # values of one activation that its site is judged by
 _BATCH = 32
@@ -89,7 +89,7 @@ def collect(
     seed: int,
     rounds: Mapping[int, SyntheticSet],
     models: Mapping[str, nn.Module],
-    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> Collected:
     """All that a report says of the models.
 
@@ -98,7 +98,7 @@ def collect(
         models: `teacher` is P: without it there are no sizes, no predictions, no attention and no sensitivity.
             `searched` is Q before calibration. `student` is Q after it: without it there are no sites.
     """
-    began, watch = time.monotonic(), watch or Watch()
+    began, progress = time.monotonic(), progress or Progress()
     teacher, searched, student = (models.get(name) for name in ("teacher", "searched", "student"))
     if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
         rounds = {round: replace(images, labels=torch.full_like(images.labels, -1)) for round, images in rounds.items()}
@@ -111,11 +111,11 @@ def collect(
         facts["model"] = _model(teacher)
         facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
     if teacher is not None and searched is not None and student is not None:
-        watch.stage("measure layers for the report", _passes(student, len(images)))
-        seen = {name: _look(models[name], images[:SAMPLED], watch) for name in ("teacher", "searched", "student")}
+        progress.stage("measure layers for the report", _passes(student, len(images)))
+        seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
-        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES], watch)
+        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES], progress)
         facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
@@ -242,7 +242,7 @@ class Seen:
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
 
 
-def _look(model: nn.Module, images: SyntheticSet, watch: Watch) -> Seen:
+def _look(model: nn.Module, images: SyntheticSet, progress: Progress) -> Seen:
     device = next(model.parameters()).device
     facts = geometry(model).to(device)
     probs: list[Tensor] = []
@@ -253,7 +253,7 @@ def _look(model: nn.Module, images: SyntheticSet, watch: Watch) -> Seen:
             probs.append(logits.float().softmax(dim=1).cpu())
             for kind, batches in received.items():
                 batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
-            watch.advance(len(part))
+            progress.advance(len(part))
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
     return Seen(torch.cat(probs), joined)
 
@@ -373,7 +373,7 @@ def _site(quantizer: Quantizer, x: Tensor) -> Facts:
     }
 
 
-def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, watch: Watch) -> list[Facts]:
+def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, progress: Progress) -> list[Facts]:
     """What quantizing one layer alone, weights and inputs, does to the teacher's predictions; the whole model first."""
     device = next(searched.parameters()).device
     pixels = geometry(searched).to(device).normalise(to_pixels(images.images.to(device)))
@@ -382,7 +382,7 @@ def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, wa
         probs = searched(pixels).float().softmax(dim=1).cpu()
         kl = (expected * (expected.clamp(min=1e-12).log() - probs.clamp(min=1e-12).log())).sum(dim=1).mean()
         same = (probs.argmax(dim=1) == expected.argmax(dim=1)).float().mean()
-        watch.advance(len(pixels))
+        progress.advance(len(pixels))
         return {"layer": name, "kl": max(0.0, kl.item()), "agreement": same.item()}
 
     rows = [row("all")]

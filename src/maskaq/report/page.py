@@ -28,7 +28,7 @@ except ImportError as error:
         f'a report needs {error.name}, which is not installed: pip install "maskaq[report]", then maskaq report RUN'
     ) from error
 
-_STRIPS = 4  # strips of at most so many rounds: they are many frames
+_TRAJECTORIES = 4  # trajectories of at most so many rounds: they are many frames
 _LOSSLESS_SIDE = 64  # px: smaller images are shown enlarged, pixel by pixel
 
 
@@ -102,7 +102,11 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
         context["layers"] = charts.layers(records[0]) if len(records) == 1 else {}
         context["grids"] = [_grid(record, len(records)) for record in records]
         if len(records) == 1:
-            context |= {"rounds": _rounds(records[0]), "strips": _strips(records[0]), "maps": _maps(records[0])}
+            context |= {
+                "rounds": _rounds(records[0]),
+                "trajectories": _trajectories(records[0]),
+                "maps": _maps(records[0]),
+            }
     return context
 
 
@@ -243,20 +247,20 @@ def _rounds(record: Record) -> list[dict[str, Any]]:
     return rows if len(rows) > 1 else []
 
 
-def _strips(record: Record) -> list[dict[str, Any]]:
+def _trajectories(record: Record) -> list[dict[str, Any]]:
     """One image from its start to final, and over the refreshes."""
-    strips = []
+    trajectories = []
     shown = {picture["number"]: picture for picture in record.facts["images"]["shown"]}
-    for round in spread(sorted(record.strips), _STRIPS):
-        strip = record.strips[round]
-        images = thumbnails(strip.images, SMALL_SIDE)
-        frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, strip.steps, strict=True)]
-        known = shown.get(strip.number)
-        whose = f"image #{strip.number}" + (
+    for round in spread(sorted(record.trajectories), _TRAJECTORIES):
+        trajectory = record.trajectories[round]
+        images = thumbnails(trajectory.images, SMALL_SIDE)
+        frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, trajectory.steps, strict=True)]
+        known = shown.get(trajectory.number)
+        whose = f"image #{trajectory.number}" + (
             f" of the grid: {_known_as(record, known)}" if known else ", not in the grid"
         )
-        strips.append({"round": round + 1, "whose": whose, "frames": frames})
-    return strips
+        trajectories.append({"round": round + 1, "whose": whose, "frames": frames})
+    return trajectories
 
 
 def _maps(record: Record) -> dict[str, Any] | None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from maskaq.images.sets import Strip
+from maskaq.images.sets import Trajectory
 from maskaq.images.synthesis import cosine
 from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.report.collect import Collected
 from maskaq.runs.handover import WHICH, Handover
 from maskaq.storage import files
-from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, STRIP_FILE, RunFolder, dotted
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, TRAJECTORY_FILE, RunFolder, dotted
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,16 @@ class Record:
             return ""
 
     @cached_property
-    def strips(self) -> dict[int, Strip]:
+    def trajectories(self) -> dict[int, Trajectory]:
         """Round -> one image on its way."""
         found = {}
         for round in range(len(self.recipe.rounds)):
-            path = self.run.path(STRIP_FILE.format(round=round))
+            path = self.run.path(TRAJECTORY_FILE.format(round=round))
             if path.exists():
                 tensors, words = files.read_tensors(path, "delete it: the report does without it")
                 if "number" in words:  # else nobody knows whose way it is
                     steps = [int(step) for step in words["steps"].split()]
-                    found[round] = Strip(int(words["number"]), tensors["images"], steps)
+                    found[round] = Trajectory(int(words["number"]), tensors["images"], steps)
         return found
 
     # ---- curves

@@ -26,7 +26,7 @@ from maskaq.runs.quantize import range_images, saved_state
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
 from maskaq.images.stored import first_images, latest_images, state_digest
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 
 PAGE_FILE = "report.html"
 
@@ -147,10 +147,10 @@ def open_run(folder: str | Path) -> OpenedRun:
 
 
 def compare(
-    run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, watch: Watch | None = None
+    run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, progress: Progress | None = None
 ) -> dict[str, EvalResult | str]:
     """Accuracy of the teacher, of both uncalibrated models and of the calibrated one; a reason where one is missing."""
-    watch = watch or Watch()
+    progress = progress or Progress()
     table: dict[str, EvalResult | str] = {}
     calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
     makers = {FULL_PRECISION: run.teacher, NEAREST: run.nearest, SEARCHED: run.searched, CALIBRATED: lambda: calibrated}
@@ -161,8 +161,8 @@ def compare(
             table[name] = str(error)  # the teacher's file may be gone; the student must not suffer for it
             continue
         loader = batches(model)
-        watch.stage(f"evaluate {name}", len(getattr(loader, "dataset", ())))
-        table[name] = evaluate(model.to(pick_device(device)), loader, watch)
+        progress.stage(f"evaluate {name}", len(getattr(loader, "dataset", ())))
+        table[name] = evaluate(model.to(pick_device(device)), loader, progress)
     return table
 
 
@@ -199,7 +199,7 @@ def write_report(
     *runs: OpenedRun | str | Path,
     out: str | Path | None = None,
     device: str | torch.device | None = None,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
 
@@ -218,7 +218,7 @@ def write_report(
     for file in (path, beside) if out or len(folders) > 1 else ():  # the pages of a run folder are the run's
         if file.exists() and not page.is_ours(_first_bytes(file)):
             raise RunFolderError(f"{file} is there and is no report of maskaq: choose another name than {path}")
-    records = [_record(run, folder, device, watch) for run, folder in zip(runs, folders, strict=True)]
+    records = [_record(run, folder, device, progress) for run, folder in zip(runs, folders, strict=True)]
     try:
         pages = {path: page.html(records), beside: page.markdown(records)}
     except page.UNUSABLE as error:
@@ -241,7 +241,7 @@ def _first_bytes(file: Path) -> bytes:
 
 
 def _record(
-    run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, watch: Watch | None
+    run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, progress: Progress | None
 ) -> Record:
     """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
     kept = collect.read(folder)
@@ -262,7 +262,7 @@ def _record(
                 reasons[str(error)] = None
     except MaskaqError as error:
         reasons[str(error)] = None
-    collected, unfinished = collect.collect(recipe, seed, rounds, models, watch), _unfinished(folder, recipe)
+    collected, unfinished = collect.collect(recipe, seed, rounds, models, progress), _unfinished(folder, recipe)
     if not reasons and not unfinished:  # else a later try may find more
         collect.write(folder.root, collected)
     return Record(folder, collected, "; ".join(reasons), unfinished)

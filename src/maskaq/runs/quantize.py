@@ -37,7 +37,7 @@ from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
 from maskaq.images.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
 from maskaq.images.synthesis import Synthesizer
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 
 __all__ = ["Result", "noise", "quantize"]
 
@@ -65,7 +65,7 @@ def quantize(
     bits: str | None = None,
     seed: int = 0,
     device: str | torch.device | None = None,
-    watch: Watch | None = None,
+    progress: Progress | None = None,
     source: dict[str, Any] | None = None,
     checkpoint_seconds: float = 30.0,
     only_images: bool = False,
@@ -81,7 +81,7 @@ def quantize(
         bits: wXaY, in place of the recipe's.
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
-        forecast: tell the watch how long it will take, from a few steps.
+        forecast: tell the progress how long it will take, from a few steps.
         fast: False runs every step as it is written, in float32; by default a GPU runs it the fast way where it can.
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
@@ -91,8 +91,8 @@ def quantize(
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
-    _check_arguments(watch, source)
-    watch, seed = watch or Watch(), _whole_number(seed)
+    _check_arguments(progress, source)
+    progress, seed = progress or Progress(), _whole_number(seed)
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
     if keep not in KEEP:
@@ -104,24 +104,24 @@ def quantize(
     refuse_zero_weights(teacher)
     asked = identity(model, recipe, seed)
     if not only_images and is_finished(out, asked, keep):
-        watch.note(f"{out} is finished: its model is made, nothing is left to do")
+        progress.note(f"{out} is finished: its model is made, nothing is left to do")
         return Result(_saved_model(out, model).to(device), Path(out))
 
     teacher = teacher.to(device)
     student = quantized_twin(teacher, recipe.quantization)
-    engine = pick_engine(device, fast, watch)
+    engine = pick_engine(device, fast, progress)
     image_source: ImageSource
     if recipe.data_free:
-        image_source = Synthesizer(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
+        image_source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
     else:
-        image_source = FolderImages(teacher, recipe, seed=seed, watch=watch)
-    calibrator = Calibrator(teacher, student, recipe, seed=seed, watch=watch, engine=engine)
+        image_source = FolderImages(teacher, recipe, seed=seed, progress=progress)
+    calibrator = Calibrator(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
 
     about = facts(teacher, source, engine) | {"data_free": recipe.data_free}
     check_folder(recipe, out)
     with RunFolder.open(out, asked, to_toml(recipe), about) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
-            watch.note(
+            progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
                 "run.json. Delete it to have it written anew"
             )
@@ -130,7 +130,7 @@ def quantize(
         student.load_state_dict(history.first_student().state_dict())
         history.epoch = _restore(run, student, calibrator)
         if forecast and recipe.most_steps and isinstance(image_source, Synthesizer):  # it times steps
-            watch.forecast(_forecast(image_source, run, history.epoch, only_images, report))
+            progress.forecast(_forecast(image_source, run, history.epoch, only_images, report))
         for round, epochs in enumerate(recipe.rounds):
             if history.epoch >= epochs.stop > 0:
                 continue  # an earlier call finished this round
@@ -141,7 +141,7 @@ def quantize(
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
             left = range(max(history.epoch, epochs.start), epochs.stop)
             title = f"calibrate, round {round + 1} of {len(recipe.rounds)}"
-            watch.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
+            progress.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
             last_saved = time.monotonic()
             for epoch in left:
                 began = time.monotonic()
@@ -156,11 +156,11 @@ def quantize(
         init_ranges_(
             start, range_images(teacher, stored.first(recipe.quantization.range_images), recipe), recipe.quantization
         )
-        chosen = _hand_over(run, teacher, start, student, source, keep, watch)
+        chosen = _hand_over(run, teacher, start, student, source, keep, progress)
         run.drop_checkpoints(keep=list(run.checkpoints())[-2:])
         if report:
             models = {"teacher": teacher, "searched": start, "student": chosen}
-            _collect_report(run, recipe, seed, models, watch)
+            _collect_report(run, recipe, seed, models, progress)
     return Result(model=chosen, folder=Path(out))
 
 
@@ -203,7 +203,7 @@ def _hand_over(
     end: nn.Module,
     source: dict[str, Any] | None,
     keep: str,
-    watch: Watch,
+    progress: Progress,
 ) -> nn.Module:
     """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
     recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
@@ -212,7 +212,7 @@ def _hand_over(
         found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep)
         run.event(stage="hand over", **found.to_dict())
         if found.end_is_worse:
-            watch.note(f"{found}. {WHICH[found.kept]}")
+            progress.note(f"{found}. {WHICH[found.kept]}")
     chosen = end if found is None or found.kept == "end" else start
     _save_model(run, chosen, source, found)
     return chosen
@@ -233,13 +233,15 @@ def _save_model(
     pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
 
 
-def _collect_report(run: RunFolder, recipe: Recipe, seed: int, models: Mapping[str, nn.Module], watch: Watch) -> None:
+def _collect_report(
+    run: RunFolder, recipe: Recipe, seed: int, models: Mapping[str, nn.Module], progress: Progress
+) -> None:
     """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
     try:
-        collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, watch)
+        collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, progress)
         collect.write(run.root, collected)
     except (MaskaqError, RuntimeError) as error:
-        watch.note(f"the run is finished, but nothing was collected for its report: {error}")
+        progress.note(f"the run is finished, but nothing was collected for its report: {error}")
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int, shards: list[str]) -> None:
@@ -302,12 +304,14 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
 
 
-def _check_arguments(watch: Any, source: Any) -> None:
+def _check_arguments(progress: Any, source: Any) -> None:
     """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
     if source is not None and not isinstance(source, dict):
         raise ModelError(f'source: expected a dict such as {{"name": ..., "args": {{...}}}}, got {source!r}')
     lacks = (
-        [] if watch is None else [name for name in vars(Watch) if not name.startswith("_") and not hasattr(watch, name)]
+        []
+        if progress is None
+        else [name for name in vars(Progress) if not name.startswith("_") and not hasattr(progress, name)]
     )
     if lacks:
-        raise RecipeError(f"watch: expected a maskaq.progress.Watch, got {watch!r}, which has no {lacks[0]}")
+        raise RecipeError(f"progress: expected a maskaq.progress.Progress, got {progress!r}, which has no {lacks[0]}")

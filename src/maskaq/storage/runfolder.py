@@ -55,7 +55,7 @@ READABLE = (1, 2)
 QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
-STRIP_FILE = "images/round_{round:02}/strip.safetensors"
+TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
 """One image of a round on its way from its start."""
 
 # What a run killed before its run.json was in place may have left behind.

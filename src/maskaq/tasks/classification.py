@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import DataError
-from maskaq.progress import Watch
+from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 
 
@@ -48,9 +48,11 @@ def won_back(full: EvalResult, nearest: EvalResult, ours: EvalResult) -> float |
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: Watch | None = None) -> EvalResult:
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], progress: Progress | None = None
+) -> EvalResult:
     """Accuracy of a model, full precision or quantized, over batches of (images, labels)."""
-    watch = watch or Watch()
+    progress = progress or Progress()
     weight = next(model.parameters())  # images follow its device and its dtype
     hits1 = hits5 = n = 0
     was_training = model.training
@@ -63,7 +65,7 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], watch: 
                     raise DataError("the model's predictions contain NaN or Inf; its weights or ranges are damaged")
                 hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
                 hits1, hits5, n = hits1 + int(hit[:, 0].sum()), hits5 + int(hit.sum()), n + len(labels)
-                watch.advance(len(labels))
+                progress.advance(len(labels))
     finally:
         model.train(was_training)
     if not n:

@@ -1,0 +1,1 @@
+"""Runs: the loop, opening a finished run, what is handed over."""

@@ -1,0 +1,65 @@
+"""Where and with what a run was made: device, versions, commit."""
+
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import timm
+import torch
+from torch import nn
+
+import maskaq
+from maskaq.engine import Engine
+from maskaq.errors import DeviceError
+
+
+def pick_device(device: str | torch.device | None = None) -> torch.device:
+    """The asked device, or CUDA where there is one."""
+    try:
+        picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=picked).item()
+    except TypeError as error:
+        raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last: a kind of device without its package
+        raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return picked
+
+
+def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
+    """Where and with what a run was made."""
+    return {"source": source} | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
+
+
+def surroundings(device: torch.device) -> dict[str, Any]:
+    """Versions, commit, platform, device."""
+    return {
+        "versions": {
+            "maskaq": maskaq.__version__,
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+        "platform": platform.platform(),
+        "device": device_name(device),
+    }
+
+
+def commit() -> str | None:
+    """The commit of this maskaq, with "-dirty" where files of it were changed; None if it is not run from a clone."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists() or not (root / "src" / "maskaq").is_dir():
+        return None
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    on_gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maskaq import randomness
-from maskaq.recipe.schema import Recipe
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.models import geometry
 from maskaq.quant.twin import frozen
+from maskaq.recipe.schema import Recipe
 
 KEEP = ("better", "last")
 """What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""

@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.storage import files
-from maskaq.recipe.schema import Quantization, Recipe, recipe_from_dict
-from maskaq.images.sets import SyntheticSet
+from maskaq.artifact.saved import add_metrics, from_pretrained, read_config
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
-from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import first_images, latest_images, state_digest
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
-from maskaq.artifact.saved import add_metrics, from_pretrained, read_config
+from maskaq.progress import Progress
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.recipe.schema import Quantization, Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.report.record import Record
 from maskaq.runs.provenance import pick_device
 from maskaq.runs.quantize import range_images, saved_state
 from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
-from maskaq.images.stored import first_images, latest_images, state_digest
-from maskaq.progress import Progress
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
 
 PAGE_FILE = "report.html"
 

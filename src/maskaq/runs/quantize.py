@@ -3,41 +3,35 @@
 import json
 import operator
 import os
-import platform
-import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import timm
 import torch
 from torch import Tensor, nn
 
-import maskaq
-from maskaq.runs import handover
 from maskaq.artifact import saved as pretrained
-from maskaq.storage import files
 from maskaq.calibrate.calibrator import Calibrator
-from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
-from maskaq.images.sets import SyntheticSet, image_files, to_pixels
-from maskaq.engine import Engine, pick_engine
-from maskaq.errors import DeviceError, MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
+from maskaq.engine import pick_engine
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.images.folder import FolderImages
-from maskaq.runs.handover import KEEP, WHICH
-from maskaq.models import data_config, expose, geometry, refuse_zero_weights
-from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.report import collect
-from maskaq.runs.provenance import facts, pick_device
-from maskaq.runs.torch_modes import own_torch_modes
-from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
+from maskaq.images.sets import SyntheticSet, image_files, to_pixels
 from maskaq.images.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
 from maskaq.images.synthesis import Synthesizer
+from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
+from maskaq.report import collect
+from maskaq.runs import handover
+from maskaq.runs.handover import KEEP, WHICH
+from maskaq.runs.provenance import facts, pick_device
+from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage import files
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
 
@@ -308,10 +302,7 @@ def _check_arguments(progress: Any, source: Any) -> None:
     """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
     if source is not None and not isinstance(source, dict):
         raise ModelError(f'source: expected a dict such as {{"name": ..., "args": {{...}}}}, got {source!r}')
-    lacks = (
-        []
-        if progress is None
-        else [name for name in vars(Progress) if not name.startswith("_") and not hasattr(progress, name)]
-    )
+    methods = [name for name in vars(Progress) if not name.startswith("_")]
+    lacks = [] if progress is None else [name for name in methods if not hasattr(progress, name)]
     if lacks:
         raise RecipeError(f"progress: expected a maskaq.progress.Progress, got {progress!r}, which has no {lacks[0]}")

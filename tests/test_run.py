@@ -18,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import (
+    SMALL,
     SWIN,
     SWIN_ARGS,
     VIT,
@@ -34,11 +35,13 @@ from helpers import (
     pair,
     quantize_and_die,
     quantize_and_tell,
+    rewrite_run_json,
     small_recipe,
     tensors,
     tiny_swin,
     tiny_vit,
 )
+from torchvision.utils import save_image
 
 import maskaq
 from maskaq.artifact.saved import from_pretrained
@@ -59,13 +62,15 @@ from maskaq.images.stored import state_digest
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
+from maskaq.progress import Progress
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import load_recipe, to_toml
 from maskaq.runs import opened as results
 from maskaq.runs.provenance import pick_device
 from maskaq.runs.quantize import quantize, range_images
+from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
-from maskaq.tasks.classification import EvalResult
+from maskaq.tasks.classification import CALIBRATED, EvalResult
 
 quantize = partial(quantize, device="cpu")
 
@@ -160,7 +165,7 @@ def test_progress_of_a_resumed_run_starts_at_what_is_done(tmp_path):
         quantize(tiny_vit(), recipe, out, checkpoint_seconds=0)  # three of four epochs are kept
     ears = Ears()
     quantize(tiny_vit(), recipe, out, progress=ears, report=False)
-    assert ears.stages == [("synthesize, round 2 of 2", 16, 16), ("calibrate, round 2 of 2", 16, 8)]
+    assert ears.stages[:2] == [("synthesize, round 2 of 2", 16, 16), ("calibrate, round 2 of 2", 16, 8)]
     assert not ears.notes
 
 
@@ -297,7 +302,7 @@ def test_no_epochs_save_the_student_with_the_ranges_of_the_images(tmp_path):
 def test_a_run_that_never_refreshes_makes_its_images_once(tmp_path):
     ears = Ears()
     quantize(tiny_vit(), small_recipe("refresh.every=0"), tmp_path / "run", progress=ears, report=False)
-    assert ears.stages == [("synthesize, round 1 of 1", 24, 0), ("calibrate, round 1 of 1", 32, 0)]
+    assert ears.stages[:2] == [("synthesize, round 1 of 1", 24, 0), ("calibrate, round 1 of 1", 32, 0)]
     assert [p.name for p in (tmp_path / "run" / "images").iterdir()] == ["round_00"]
 
 
@@ -499,6 +504,118 @@ def test_a_pipe_in_a_run_folder_does_not_hang(tmp_path, straight):
         quantize(tiny_vit(), small_recipe(*WARM), out)
 
 
+# ---- progress, and what a finished run may be asked
+
+
+class Strict(Progress):
+    """As a bar: nothing advances before its stage began, nor beyond its end."""
+
+    left: int | None = None
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        self.left = total - done
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        assert self.left is not None and units <= self.left
+        self.left -= units
+
+
+@pytest.mark.parametrize("round", [0, 1])
+@pytest.mark.parametrize("where", ["maskaq.calibrate.calibrator:Calibrator.epoch", "maskaq.runs.quantize:_save_model"])
+def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, round, where):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, where, 4 if where.endswith("epoch") else 1, interrupt)
+        quantize(tiny_vit(), recipe, out, checkpoint_seconds=0, progress=Strict())
+    (out / f"images/round_{round:02}/shard_0000.safetensors").unlink()
+    quantize(tiny_vit(), recipe, out, progress=Strict())
+    assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
+
+
+def test_asking_a_finished_run_for_its_images_changes_nothing(tmp_path):
+    out = tmp_path / "run"
+    quantize(tiny_vit(), harmful(), out, keep="last")
+    before = content(out)
+    result = quantize(tiny_vit(), harmful(), out, only_images=True)
+    assert content(out) == before and len(result.images) == 8
+
+
+def test_asking_a_run_in_its_second_round_for_images_makes_none_of_that_round(tmp_path):
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 3, interrupt)
+        quantize(tiny_vit(), recipe, out)
+    quantize(tiny_vit(), recipe, out, only_images=True)
+    assert RunFolder.read(out).shards(0) == [0, 1] and not RunFolder.read(out).shards(1)
+    assert not (out / QUANTIZED).exists()
+
+
+def test_the_images_of_a_finished_run_are_those_of_its_last_round_or_an_error(tmp_path, straight):
+    out = copy_of(straight(WARM), tmp_path / "run")
+    shutil.rmtree(out / "images/round_01")
+    with pytest.raises(RunFolderError, match=r"round_01.shard_0000\.safetensors is missing"):
+        _ = quantize(tiny_vit(), small_recipe(*WARM), out).images
+
+
+STRANGE = {
+    "resumed": lambda run: run.update(resumed=5),
+    "resumed of words": lambda run: run.update(resumed=["x"]),
+    "no recipe": lambda run: run["identity"].pop("recipe"),
+    "no seed": lambda run: run["identity"].pop("seed"),
+    "no model": lambda run: run["identity"].pop("model"),
+    "a name that is none": lambda run: run["facts"]["source"].update(name=5),
+    "arguments that are none": lambda run: run["facts"]["source"].update(args=[1, 2]),
+    "an architecture that is none": lambda run: run["facts"]["source"].update(architecture=7),
+}
+
+
+@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE.keys())
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_strangers_run_json_is_refused_by_name(opened, change, form):
+    def changed(text: str) -> str:
+        found = json.loads(text) | {"format": form}
+        change(found)
+        return json.dumps(found)
+
+    rewrite_run_json(opened.folder, changed)
+    for use in (results.open_run, results.write_report):
+        with pytest.raises(RunFolderError, match=r"run\.json is damaged"):
+            use(opened.folder)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pixels": torch.zeros(4, 3, 32, 32, dtype=torch.uint8)},
+        {"images": torch.zeros(4, 3, 8, 8, dtype=torch.uint8), "labels": torch.arange(4), "indices": torch.arange(4)},
+        {"images": torch.zeros(4, 3, 32, 32), "labels": torch.arange(4), "indices": torch.arange(4)},
+    ],
+    ids=["names", "size", "type"],
+)
+def test_a_sealed_shard_that_holds_no_images_is_refused(opened, wrong):
+    folder = RunFolder.read(opened.folder)
+    path = opened.folder / "images/round_00/shard_0000.safetensors"
+    path.write_bytes(folder.seal_shard(0, 0, wrong))
+    with pytest.raises(RunFolderError, match="does not hold images"):
+        opened.searched()
+    path.write_bytes(files.seal(wrong, {}))  # as 0.1.0 wrote them
+    with pytest.raises(RunFolderError, match="no shard of images"):
+        opened.searched()
+
+
+def test_a_folder_of_images_that_has_changed_is_noticed(tmp_path):
+    real = tmp_path / "real"
+    real.mkdir()
+    for number in range(12):
+        save_image(torch.rand(3, 32, 32), real / f"{number}.png")
+    recipe, out = load_recipe(f"paper+images:{real}", *SMALL, "synthesis.steps=0", "refresh.every=0"), tmp_path / "run"
+    quantize(tiny_vit(), recipe, out, only_images=True)
+    (out / "images/round_00/shard_0001.safetensors").unlink()
+    (real / "3.png").unlink()
+    with pytest.raises(RunFolderError, match=f"{real} has changed"):
+        quantize(tiny_vit(), recipe, out)
+
+
 # ---- never worse than the start
 
 
@@ -538,6 +655,50 @@ def test_the_worse_student_is_handed_over_on_request_without_calibrating_again(t
     assert not all(torch.equal(before[name], value) for name, value in tensors(out / WEIGHTS).items())
     with pytest.raises(MaskaqError, match="better, last"):
         quantize(tiny_vit(), harmful(), out, keep="worst")
+
+
+def test_what_was_asked_for_decides_whatever_was_asked_before(tmp_path):
+    quantize(tiny_vit(), harmful(), tmp_path / "run")
+    start = tensors(tmp_path / "run" / WEIGHTS)
+    quantize(tiny_vit(), harmful(), tmp_path / "run", keep="last")
+    quantize(tiny_vit(), harmful(), tmp_path / "run")
+    assert_same(tensors(tmp_path / "run" / WEIGHTS), start)
+
+
+def test_figures_of_one_model_are_not_those_of_the_other(tmp_path, checkpoint):
+    model, source = from_file(checkpoint)
+    out = tmp_path / "run"
+    quantize(model, harmful(), out, source=source)
+    results.write_metrics(out, {CALIBRATED: EvalResult(84.6, 99, 100)}, "data")
+    page = results.write_report(out).with_suffix(".md")
+    assert "84.60" in (out / QUANTIZED / "README.md").read_text() and "84.60" in page.read_text()
+    agreement = json.loads((out / "report.json").read_text())["images"]["agreement"]["student"]
+    quantize(model, harmful(), out, source=source, keep="last", report=False)
+    page = results.write_report(out).with_suffix(".md")
+    assert "84.60" not in (out / QUANTIZED / "README.md").read_text() and "84.60" not in page.read_text()
+    assert json.loads((out / "report.json").read_text())["images"]["agreement"]["student"] != agreement
+
+
+def test_a_run_that_is_continued_hands_over_what_it_was_last_asked_for(tmp_path, checkpoint):
+    model, source = from_file(checkpoint)
+    quantize(model, harmful(), tmp_path / "run", source=source, keep="last")
+    assert results.open_run(tmp_path / "run").keep == "last"
+    quantize(model, harmful(), tmp_path / "run", source=source)
+    assert results.open_run(tmp_path / "run").keep == "better"
+
+
+@pytest.mark.parametrize("told", [None, 5, {"kept": 3}, {"start": "x", "end": 1, "kept": "end"}])
+def test_an_edited_handover_is_no_traceback(tmp_path, checkpoint, told):
+    model, source = from_file(checkpoint)
+    out = tmp_path / "run"
+    quantize(model, small_recipe(), out, source=source)
+    config = json.loads((out / QUANTIZED / "config.json").read_text())
+    config["made"]["handover"] = told
+    (out / QUANTIZED / "config.json").write_text(json.dumps(config))
+    (out / "report.json").unlink()
+    results.write_report(out)
+    for keep in ("last", "better"):
+        quantize(model, small_recipe(), out, source=source, keep=keep)
 
 
 def test_a_student_that_calibration_made_better_is_handed_over_without_a_word(tmp_path):
@@ -826,7 +987,7 @@ def test_a_teachers_file_with_other_weights_is_noticed(opened, checkpoint):
 def test_a_run_that_is_not_finished_has_no_calibrated_model_and_says_how_to_get_it(tmp_path, checkpoint):
     model, source = from_file(checkpoint)
     quantize(model, small_recipe(), tmp_path / "my run", source=source, only_images=True)
-    with pytest.raises(RunFolderError, match="is not finished: .*maskaq calibrate") as raised:
+    with pytest.raises(RunFolderError, match="is not finished.*maskaq calibrate") as raised:
         results.open_run(tmp_path / "my run").calibrated()
     assert str(raised.value).endswith(shlex.quote(str(tmp_path / "my run")))
 
@@ -855,7 +1016,7 @@ def test_the_model_file_of_another_run_is_refused_before_anything_is_evaluated(o
     quantize(tiny_swin(), recipe, other, source={"name": SWIN, "args": SWIN_ARGS})
     shutil.rmtree(opened.folder / QUANTIZED)
     shutil.copytree(other / QUANTIZED, opened.folder / QUANTIZED)
-    with pytest.raises(RunFolderError, match="is of another model or recipe than the run; delete it"):
+    with pytest.raises(RunFolderError, match="is of another model or recipe than the run"):
         results.compare(opened, lambda model: pytest.fail("evaluated"), device="cpu")
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 from torch import Tensor
 
@@ -150,7 +151,7 @@ def test_tensor_files_are_plain_safetensors_and_equal_input_gives_equal_bytes(tm
     for name in ("1", "2", "3"):
         write_tensors(tmp_path / name, given, metadata)
     assert len({(tmp_path / name).read_bytes() for name in "123"}) == 1
-    with runfolder.safetensors.safe_open(tmp_path / "1", "pt") as file:
+    with safetensors.safe_open(tmp_path / "1", "pt") as file:
         assert torch.equal(file.get_tensor("b"), given["b"]) and file.metadata()["c"] == "c"
 
 

@@ -108,6 +108,15 @@ def is_pretrained(folder: str | Path) -> bool:
     return os.path.isfile(os.path.join(folder, CONFIG))
 
 
+def saved_digest(folder: str | Path) -> str | None:
+    """SHA-256 of a saved model's weights as its config tells it: which model it is. None where there is none."""
+    try:
+        weights = _read_config(Path(folder)).get("weights")
+    except PretrainedError:
+        return None
+    return weights.get("sha256") if isinstance(weights, dict) else None
+
+
 def read_config(folder: str | Path, sound: bool = False) -> dict[str, Any]:
     """The config of a saved model; with `sound`, PretrainedError unless the folder holds what was saved, to the bit."""
     return _read(Path(folder))[0] if sound else _read_config(Path(folder))

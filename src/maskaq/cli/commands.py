@@ -95,6 +95,7 @@ def calibrate(args: argparse.Namespace, console: Console) -> None:
     _check_names(opened.recipe)
     source = opened.source
     args.out, args.model, args.seed = args.folder, source["name"], opened.seed
+    args.keep = args.keep or opened.keep
     _run(args, console, opened.recipe, opened.load_teacher(), source, False)
 
 
@@ -276,7 +277,8 @@ def report(args: argparse.Namespace, console: Console) -> None:
     if args.checkpoint and len(args.folders) > 1:
         raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
     runs = [_opened(args.folders[0], args.checkpoint)] if args.checkpoint else args.folders
-    page = results.write_report(*runs, out=args.out, device=args.device)
+    with draw.progress_for(console) as progress:
+        page = results.write_report(*runs, out=args.out, device=args.device, progress=progress)
     console.print(f"report: {page} ({draw.size(page.stat().st_size)}), and {page.with_suffix('.md').name} beside it")
 
 
@@ -436,8 +438,7 @@ def _saved(args: argparse.Namespace, is_run: bool = False) -> nn.Module:
         raise ModelError(f"{args.model} is a {what}: {given} is for a model's name")
     if not is_run:
         return from_pretrained(args.model)
-    inside = Path(args.model) / runfolder.QUANTIZED
-    return from_pretrained(inside) if is_pretrained(inside) else results.open_run(args.model).calibrated()
+    return results.handed_over_model(args.model)
 
 
 def _full_precision(args: argparse.Namespace, load: Callable[[], nn.Module]) -> nn.Module:

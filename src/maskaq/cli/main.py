@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folder", type=_path, metavar="RUN", help="run folder of `synthesize` or `quantize`")
     sub.add_argument("--checkpoint", type=_path, metavar="FILE", help="the model's weights, where they moved")
     _device_option(sub)
-    _end_options(sub)
+    _end_options(sub, keep=None)
     _data_options(sub, required=False)
 
     sub = command(
@@ -306,13 +306,13 @@ def _device_option(sub: argparse.ArgumentParser, plain: bool = True) -> None:
         sub.add_argument("--plain", action="store_true", help=words)
 
 
-def _end_options(sub: argparse.ArgumentParser) -> None:
+def _end_options(sub: argparse.ArgumentParser, keep: str | None = "better") -> None:
     sub.add_argument(
         "--keep",
         choices=("better", "last"),
-        default="better",
+        default=keep,
         help="better: hand over the model before calibration if calibration made it worse on synthetic images that it "
-        "did not see; last: the last epoch's in any case (default: better)",
+        f"did not see; last: the last epoch's in any case (default: {keep or 'what the run was last asked for'})",
     )
     sub.add_argument("--no-report", action="store_true", help="skip the report and its measurements")
 

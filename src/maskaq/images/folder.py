@@ -1,5 +1,6 @@
 """The ceiling test: real images from a folder in place of synthetic ones. A run with them is NOT data-free."""
 
+import hashlib
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +39,13 @@ class FolderImages:
         found = image_files(self.recipe.synthesis.folder, self.recipe.synthesis.images)
         lots = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
         return [found[place] for place in lots.argsort(stable=True).tolist()]
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the folder's files: their names and sizes decide which image has which number."""
+        root = Path(self.recipe.synthesis.folder)
+        listed = [f"{file.relative_to(root)} {file.stat().st_size}" for file in sorted(self.files)]
+        return hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
 
     def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, without labels: -1."""

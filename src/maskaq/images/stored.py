@@ -9,7 +9,7 @@ the bit. Where that cannot be, the run stops.
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,26 +46,48 @@ def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
     return randomness.normal(keys, facts.channels, *facts.image_size)
 
 
+def load_images(run: RunFolder, round: int, shard: int) -> SyntheticSet:
+    """The images of a stored shard, found to be images; DamagedError for anything else."""
+    return _as_images(run, round, shard, run.load_shard(round, shard))
+
+
+def _as_images(run: RunFolder, round: int, shard: int, found: Shard) -> SyntheticSet:
+    tensors, size = found.tensors, run.identity.get("preparation", {}).get("image_size")
+    kinds = {name: (value.dtype, value.dim(), len(value) if value.dim() else 0) for name, value in tensors.items()}
+    count = kinds.get("labels", (None, 0, 0))[2]
+    expected = {
+        "images": (torch.uint8, 4, count),
+        "labels": (torch.int64, 1, count),
+        "indices": (torch.int64, 1, count),
+    }
+    if kinds != expected or (size is not None and list(tensors["images"].shape[2:]) != list(size)):
+        path = run.path(f"images/round_{round:02d}")
+        raise files.DamagedError(path, f"shard {shard} does not hold images of this run", files.RESTORE)
+    return SyntheticSet(**tensors)
+
+
 def first_images(run: RunFolder, count: int) -> SyntheticSet:
     """The first images of the first round, read from the folder; RunFolderError if one of their shards is lost."""
     config = recipe_from_dict(run.identity["recipe"]).synthesis
     needed = -(-min(count, config.images) // config.batch)
-    found = [SyntheticSet(**run.load_shard(0, shard).tensors) for shard in range(needed)]
+    found = [load_images(run, 0, shard) for shard in range(needed)]
     for shard in range(needed, -(-config.images // config.batch)):  # images that became NaN leave room for later ones
         if sum(map(len, found)) < count:
-            found.append(SyntheticSet(**run.load_shard(0, shard).tensors))
+            found.append(load_images(run, 0, shard))
     return SyntheticSet.concatenate(found)[:count]
 
 
 def latest_images(run: RunFolder) -> SyntheticSet:
-    """All images of the latest round that is there; RunFolderError if the run is finished and a shard is lost."""
+    """All images of the last round of a finished run, each of which must be there; else of the latest there is."""
     recipe = recipe_from_dict(run.identity["recipe"])
-    latest = next((round for round in reversed(range(len(recipe.rounds))) if run.shards(round)), 0)
-    made = range(-(-recipe.synthesis.images // recipe.synthesis.batch))
-    there = made if run.path(QUANTIZED).exists() else run.shards(latest)
+    if run.path(QUANTIZED).exists():
+        latest, there = len(recipe.rounds) - 1, list(range(-(-recipe.synthesis.images // recipe.synthesis.batch)))
+    else:
+        latest = next((round for round in reversed(range(len(recipe.rounds))) if run.shards(round)), 0)
+        there = run.shards(latest)
     if not there:
         raise RunFolderError(f"{run.root} has no images yet")
-    return SyntheticSet.concatenate(SyntheticSet(**run.load_shard(latest, shard).tensors) for shard in there)
+    return SyntheticSet.concatenate(load_images(run, latest, shard) for shard in there)
 
 
 class StudentHistory:
@@ -110,10 +132,7 @@ class StudentHistory:
         if round == 0:
             return dict(self.first_student().state_dict())
         saved = self.run.load_checkpoint(self.recipe.rounds[round].start)
-        state: dict[str, Any] | None = None
-        if saved is not None:
-            state = files.restore_state(saved.tensors, saved.layout)["student"]
-        return state
+        return None if saved is None else saved.state()["student"]
 
 
 class StoredImages:
@@ -133,16 +152,19 @@ class StoredImages:
         """All images of a round."""
         config, work = self.recipe.synthesis, max(1, self.recipe.steps_in_round(round))
         found = {shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round, shard)) is not None}
+        missing = [shard for shard in range(len(self.numbers)) if shard not in found]
+        if self._is_warm(round):
+            for shard in missing:  # before this round's progress begins
+                self._ensure(round - 1, shard)
         done = sum(len(self.numbers[shard]) for shard in found)
         title = f"{self.source.stage}, round {round + 1} of {len(self.recipe.rounds)}"
         self.progress.stage(title, config.images * work, done=done * work)
-        missing = [shard for shard in range(len(self.numbers)) if shard not in found]
         while missing:
             together = self.source.shards_at_once(len(missing))
             found |= self._make(round, missing[:together])
             missing = missing[together:]
         self.digests[round] = [found[shard].digest for shard in range(len(self.numbers))]
-        images = SyntheticSet.concatenate(SyntheticSet(**found[shard].tensors) for shard in range(len(self.numbers)))
+        images = SyntheticSet.concatenate(_as_images(self.run, round, shard, found[shard]) for shard in sorted(found))
         self._check_lost(round, config.images - len(images))
         return images
 
@@ -151,11 +173,17 @@ class StoredImages:
         found: list[SyntheticSet] = []
         for shard in range(len(self.numbers)):
             if sum(map(len, found)) < count:
-                found.append(SyntheticSet(**self._ensure(0, shard).tensors))
+                found.append(self._ensure(0, shard))
         return SyntheticSet.concatenate(found)[:count]
 
-    def _ensure(self, round: int, shard: int) -> Shard:
-        return self._find(round, shard) or self._make(round, [shard])[shard]
+    def _ensure(self, round: int, shard: int) -> SyntheticSet:
+        """The images of one shard, made again if it was lost."""
+        found = self._find(round, shard)
+        if found is None:
+            work = len(self.numbers[shard]) * max(1, self.recipe.steps_in_round(round))
+            self.progress.stage(f"{self.source.stage} again: shard {shard} of round {round + 1}", work)
+            found = self._make(round, [shard])[shard]
+        return _as_images(self.run, round, shard, found)
 
     def _find(self, round: int, shard: int) -> Shard | None:
         """A shard that is there and is the run's; None for one to be made."""
@@ -175,10 +203,12 @@ class StoredImages:
         """Make some shards together and store each. A shard that calibration has used must come out the same."""
         began = time.monotonic()
         known = self._known_of(round)
-        if known.student is None:
+        against = self.source.fingerprint or known.student
+        if against is None:
             raise self._lost(round, shards, "the student that they were made against is not kept any more")
-        earlier = [SyntheticSet(**self._ensure(round - 1, shard).tensors) for shard in shards if self._is_warm(round)]
+        earlier = [self._ensure(round - 1, shard) for shard in shards if self._is_warm(round)]
         start = SyntheticSet.concatenate(earlier) if earlier else None
+        self._check_source(round)
         with self.history.at_start_of(round):
             images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round, start)
         seconds = (time.monotonic() - began) / len(shards)
@@ -186,8 +216,8 @@ class StoredImages:
         for shard in shards:
             part = images[torch.isin(images.indices, self.numbers[shard])]
             lost = sorted(set(self.numbers[shard].tolist()) - set(part.indices.tolist()))
-            sealed[shard] = self.run.seal_shard(round, shard, part.tensors(), known.student, lost)
-            made[shard] = Shard(part.tensors(), known.student, lost, files.digest_of(sealed[shard]))
+            sealed[shard] = self.run.seal_shard(round, shard, part.tensors(), against, lost)
+            made[shard] = Shard(part.tensors(), against, lost, files.digest_of(sealed[shard]))
         if known.shards is not None:
             differ = [shard for shard in shards if made[shard].digest != known.shards[shard]]
             if differ:
@@ -198,6 +228,18 @@ class StoredImages:
             about = {"stage": self.source.stage, "round": round, "shard": shard, "seconds": seconds}
             self.run.event(**about, lost=made[shard].lost, curves=self.source.curves)
         return made
+
+    def _check_source(self, round: int) -> None:
+        """RunFolderError if other images than those of the round's other shards would be made: a folder has changed."""
+        if self.source.fingerprint is None:
+            return
+        for shard in self.run.shards(round):
+            with suppress(files.DamagedError):
+                if self.run.load_shard(round, shard).student != self.source.fingerprint:
+                    raise RunFolderError(
+                        f"{self.recipe.synthesis.folder} has changed since {self.run.root} was begun: put its images "
+                        "back as they were and run the same command again, or start the run anew with another --out"
+                    )
 
     def _lost(self, round: int, shards: list[int], why: str) -> RunFolderError:
         return RunFolderError(
@@ -215,7 +257,9 @@ class StoredImages:
             epochs = self.recipe.rounds[round]
             after = [epoch for epoch in self.run.checkpoints() if epochs.start < epoch <= epochs.stop]
             used = self.run.load_checkpoint(after[-1]) if after else None
-            self._known[key] = _Known(used.shards if used else None, self.history.digest_at_start_of(round))
+            shards = used.shards if used else None
+            student = self.history.digest_at_start_of(round) if self.recipe.data_free else None
+            self._known[key] = _Known(shards, student)
         return self._known[key]
 
     def _keep_trajectory(self, round: int, first: bool) -> None:
@@ -251,4 +295,4 @@ class _Known:
     shards: list[str] | None
     """Their digests, once an epoch on them is in a checkpoint."""
     student: str | None
-    """Digest of the student at the start of the round; None where it is not kept any more."""
+    """Digest of the student at the start of the round; None where it is not kept any more, or does not matter."""

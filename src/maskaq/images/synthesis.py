@@ -42,6 +42,8 @@ class Synthesizer:
     """
 
     stage = "synthesize"
+    fingerprint: str | None = None
+    """What images come from besides the student: nothing."""
 
     def __init__(
         self,

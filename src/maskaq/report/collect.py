@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maskaq.artifact.saved import saved_digest
 from maskaq.errors import RunFolderError
 from maskaq.images.sets import SyntheticSet, to_bytes, to_pixels
+from maskaq.images.stored import load_images
 from maskaq.images.synthesis import Synthesizer
 from maskaq.losses.attention import masked_difference
 from maskaq.models import class_names, geometry
@@ -30,7 +32,7 @@ from maskaq.quant.twin import frozen, quantizers
 from maskaq.recipe.schema import Recipe
 from maskaq.report.information import information_report
 from maskaq.storage import files
-from maskaq.storage.runfolder import RunFolder
+from maskaq.storage.runfolder import QUANTIZED, RunFolder
 
 FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
 FORMAT = 1
@@ -111,7 +113,7 @@ def collect(
         facts["model"] = _model(teacher)
         facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
     if teacher is not None and searched is not None and student is not None:
-        progress.stage("measure layers for the report", _passes(student, len(images)))
+        progress.stage("measure layers for the report", passes(student, len(images)))
         seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
@@ -122,56 +124,43 @@ def collect(
     return Collected(finite(facts), tensors)
 
 
-def _passes(student: nn.Module, images: int) -> int:
+def passes(student: nn.Module, images: int) -> int:
     """Images that pass a model: all by three of them, and the probes once for each quantized layer."""
     layers = sum(isinstance(module, QuantWeightMixin | QuantMatmul) for module in student.modules())
     return 3 * min(SAMPLED, images) + (1 + layers) * min(PROBES, images)
 
 
 @torch.no_grad()
-def forecast(student: nn.Module, recipe: Recipe) -> float:
-    """Seconds that `collect` will take, roughly: a few images pass the student."""
+def seconds_per_pass(student: nn.Module) -> float:
+    """Seconds that one image takes to pass the student, from a few."""
     device, facts, few = next(student.parameters()).device, geometry(student), 4
     images = torch.zeros(few, facts.channels, *facts.image_size, device=device)
     with frozen(student):
         for _ in range(2):  # the first pass sets up
             began = time.monotonic()
             student(images).sum().item()
-    return (time.monotonic() - began) / few * _passes(student, recipe.synthesis.images)
+    return (time.monotonic() - began) / few
 
 
 def write(folder: str | Path, collected: Collected) -> None:
-    """Into the run folder; the facts last, as they say that the tensors are there."""
+    """Into the run folder; the facts last, as they say that the tensors are there, and which model they are of."""
     files.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
-    files.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts)
+    saved = {"saved": saved_digest(Path(folder) / QUANTIZED)}
+    files.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts | saved)
 
 
 def read(run: RunFolder) -> Collected | None:
-    """What `write` put there; None where nothing was collected yet."""
+    """What `write` put there; None where nothing was collected yet of the model that is in the folder now."""
     if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
         return None
     facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
-    if wrong := _misfit(facts, _FORM, ""):
+    if wrong := files.misfit(facts, _FORM):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged ({wrong}): {remedy}")
+    if run.format > 1 and facts.get("saved") != saved_digest(run.path(QUANTIZED)):
+        return None
     return Collected(facts, files.read_tensors(run.path(TENSORS_FILE), remedy)[0])
-
-
-def _misfit(value: Any, form: Any, key: str) -> str:
-    """In words, the first place where a value is not of the form; empty if it is."""
-    if isinstance(form, dict) and isinstance(value, dict):
-        named = {name: value.get(name.removesuffix("?")) for name in form if name != "*"}
-        parts = {name: (item, form[name]) for name, item in named.items() if item is not None or name[-1] != "?"}
-        parts |= {name: (item, form["*"]) for name, item in value.items()} if "*" in form else {}
-        found = (_misfit(*part, f"{key}.{name.removesuffix('?')}".lstrip(".")) for name, part in parts.items())
-        return next(filter(None, found), "")
-    if isinstance(form, list) and isinstance(value, list):
-        return next(filter(None, (_misfit(item, form[0], f"{key}[{i}]") for i, item in enumerate(value))), "")
-    kind = type(form) if isinstance(form, dict | list) else form
-    kinds = (int, float, type(None)) if kind is float else (kind,)
-    fits = isinstance(value, kinds) and not isinstance(form, dict | list) and not isinstance(value, bool)
-    return "" if fits else f"{key}: expected {kind.__name__}, found {type(value).__name__}"
 
 
 def _first_of(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
@@ -179,7 +168,7 @@ def _first_of(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
     found: list[SyntheticSet] = []
     for shard in run.shards(round):
         if sum(map(len, found)) < count:
-            found.append(SyntheticSet(**run.load_shard(round, shard).tensors))
+            found.append(load_images(run, round, shard))
     return SyntheticSet.concatenate(found)[:count] if found else None
 
 

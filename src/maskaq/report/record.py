@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from maskaq.calibrate.handover import WHICH, Handover
+from maskaq.errors import RunFolderError
 from maskaq.images.sets import Trajectory
 from maskaq.images.synthesis import cosine
 from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.report.collect import Collected
-from maskaq.runs.handover import WHICH, Handover
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, TRAJECTORY_FILE, RunFolder, dotted
+from maskaq.tasks.classification import CALIBRATED
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ class Record:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """Name of a model -> its accuracy; empty where the run was not evaluated."""
-        found = self.run.read_json(METRICS_FILE) if self.run.path(METRICS_FILE).exists() else {}
-        return found if isinstance(found, dict) else {}
+        found = _object(self.run.read_json(METRICS_FILE)) if self.run.path(METRICS_FILE).exists() else {}
+        if found.get("model") not in (None, _object(self._saved.get("weights")).get("sha256")):
+            rows = _object(found.get("accuracy"))  # measured on a model that was handed over before this one
+            found["accuracy"] = {name: row for name, row in rows.items() if name != CALIBRATED}
+        return found
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
@@ -108,13 +113,22 @@ class Record:
     @property
     def handover(self) -> str:
         """What has to be said if calibration made the model worse; mostly nothing."""
-        found = [event for event in self.run.events() if isinstance(event, dict) and event.get("stage") == "hand over"]
+        told = _object(_object(self._saved.get("made")).get("handover"))
         try:
-            names = {field.name for field in fields(Handover)}
-            told = Handover(**{key: value for key, value in found[-1].items() if key in names})
-            return f"{told}. {WHICH[told.kept]}" if told.end_is_worse else ""
-        except (IndexError, KeyError, TypeError, ValueError):  # none, or not as a run writes it
+            names = {field.name for field in fields(Handover)} - {"seconds"}
+            found = Handover(**{name: told[name] for name in names}, seconds=0.0)
+            return f"{found}. {WHICH[found.kept]}" if found.end_is_worse else ""
+        except (KeyError, TypeError, ValueError):  # none, or not as a run writes it
             return ""
+
+    @cached_property
+    def _saved(self) -> dict[str, Any]:
+        """The config of the run's saved model; empty where there is none."""
+        path = self.run.path(f"{QUANTIZED}/config.json")
+        try:
+            return _object(self.run.read_json(f"{QUANTIZED}/config.json")) if path.exists() else {}
+        except RunFolderError:  # `maskaq.from_pretrained` says what is wrong with it
+            return {}
 
     @cached_property
     def trajectories(self) -> dict[int, Trajectory]:
@@ -200,6 +214,10 @@ class Record:
     def _marks(self, offsets: Mapping[int, int]) -> list[float]:
         there = {round for round, _ in self._events[0]}
         return [float(offset) for round, offset in offsets.items() if round and round in there]
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def differences(records: Sequence[Record]) -> dict[str, list[Any]]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.artifact.saved import add_metrics, from_pretrained, read_config
+from maskaq.artifact.saved import add_metrics, from_pretrained, read_config, saved_digest
+from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import first_images, latest_images, state_digest
@@ -22,7 +23,7 @@ from maskaq.recipe.schema import Quantization, Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.report.record import Record
 from maskaq.runs.provenance import pick_device
-from maskaq.runs.quantize import range_images, saved_state
+from maskaq.runs.quantize import range_images
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
@@ -42,6 +43,8 @@ class OpenedRun:
     seed: int
     source: dict[str, Any]
     """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
+    keep: str = "better"
+    """Which model the run was last asked to hand over."""
 
     def load_teacher(self) -> nn.Module:
         """The full-precision model that the source names, whatever its weights are now."""
@@ -82,40 +85,28 @@ class OpenedRun:
     @own_torch_modes()
     def calibrated(self) -> nn.Module:
         """The model that the run handed over, as `maskaq.from_pretrained` gives it. Needs no teacher."""
-        path = RunFolder.read(self.folder).path(QUANTIZED)
-        if not path.exists():
-            raise RunFolderError(
-                f"{self.folder} is not finished: run its command again to go on, or: {_calibrate(self.folder)}"
-            )
-        try:
-            model = from_pretrained(path)
-        except PretrainedError as error:
-            raise PretrainedError(f"{error}; a sound one is made by: {_calibrate(self.folder)}") from error
-        made: Any = model.maskaq_config
-        identity = RunFolder.read(self.folder).identity
-        if any(made["made"].get(key) != identity[key] for key in ("recipe", "model", "seed")):
-            raise RunFolderError(
-                f"{self.folder / QUANTIZED} is of another model or recipe than the run; delete it, and it is made "
-                f"anew by: {_calibrate(self.folder)}"
-            )
-        return model
+        return handed_over_model(self.folder)
 
     def handed_over(self) -> nn.Module:
         """What `calibrated` was made from, with its quantizers: the student, or the start if that was better."""
         path = RunFolder.read(self.folder).path(QUANTIZED)
-        kept = read_config(path)["made"].get("handover", {}).get("kept") if path.exists() else "end"
-        return self.searched() if kept == "start" else self.student()
+        told = read_config(path)["made"].get("handover") if path.exists() else None
+        is_start = isinstance(told, dict) and told.get("kept") == "start"
+        return self.searched() if is_start else self.student()
 
     @own_torch_modes()
     def student(self) -> nn.Module:
         """The student of the newest checkpoint, with its quantizers."""
-        saved = saved_state(RunFolder.read(self.folder))
+        run = RunFolder.read(self.folder)
+        saved = run.load_checkpoint()
         if saved is None:
-            raise RunFolderError(f"{self.folder} has no checkpoint: {_calibrate(self.folder)}")
-        state, _ = saved
+            raise RunFolderError(f"{self.folder} has no checkpoint: {_again(run)}")
         blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
         student = quantized_twin(expose(blank), self.recipe.quantization)
-        student.load_state_dict(state["student"])
+        try:
+            student.load_state_dict(saved.state()["student"])
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise files.DamagedError(run.path("checkpoints"), error, files.RESTORE) from error
         return student
 
     def images(self) -> SyntheticSet:
@@ -123,27 +114,54 @@ class OpenedRun:
         return latest_images(RunFolder.read(self.folder))
 
 
-def _calibrate(folder: Path) -> str:
-    return f"maskaq calibrate {shlex.quote(str(folder))}"
+@own_torch_modes()
+def handed_over_model(folder: str | Path) -> nn.Module:
+    """The saved model of a finished run, found to be the run's own."""
+    run = RunFolder.read(folder)
+    path = run.path(QUANTIZED)
+    if not path.exists():
+        raise RunFolderError(f"{folder} is not finished; to go on: {_again(run)}")
+    try:
+        model = from_pretrained(path)
+    except PretrainedError as error:
+        raise PretrainedError(f"{error}; to make a sound one: {_again(run)}") from error
+    config: Any = model.maskaq_config
+    if any(config["made"].get(key) != value for key, value in run.identity.items()):
+        raise RunFolderError(f"{path} is of another model or recipe than the run; to make its own again: {_again(run)}")
+    return model
+
+
+def _again(run: RunFolder) -> str:
+    """What finishes a run, or makes its model again. `maskaq calibrate` keeps to what was last asked for."""
+    if run.format == 1:
+        return "run its command again with maskaq 0.1.0, which made it"
+    return f"maskaq calibrate {shlex.quote(str(run.root))}"
 
 
 def open_run(folder: str | Path) -> OpenedRun:
     """A run folder for reading."""
     run = RunFolder.read(folder)
+    _check_record(run)
     source = run.source
     if not source:
         raise RunFolderError(
             f"{folder} was made from a model in memory, without a name: load its model alone, with "
             f"maskaq.from_pretrained({str(Path(folder) / QUANTIZED)!r})"
         )
-    try:
-        source = {"args": {}, "checkpoint": None, **source}
-        source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}
-        return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source)
-    except (KeyError, TypeError) as error:
-        raise RunFolderError(
-            f"{run.path('run.json')} is damaged (no {error}): put the file back from a copy, or start anew"
-        ) from error
+    source = {"args": {}, "checkpoint": None, **source}
+    source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}
+    keep = run.latest_facts.get("keep", "better")
+    return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source, keep)
+
+
+def _check_record(run: RunFolder) -> None:
+    """DamagedError unless run.json says what a run of ours says: a stranger's may say anything."""
+    wrong = files.misfit(run.identity, {"recipe": {}, "model": {"class": str, "weights": str}, "seed": int}, "identity")
+    source = {"name": str, "args?": {}, "checkpoint?": str, "architecture?": {"name": str, "args": {}}}
+    if run.source:
+        wrong = wrong or files.misfit(run.source, source, "source")
+    if wrong or run.latest_facts.get("keep", "better") not in KEEP:
+        raise files.DamagedError(run.path("run.json"), wrong or "keep", files.RESTORE)
 
 
 def compare(
@@ -173,19 +191,21 @@ def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: 
     """
     found = metrics(table, data)
     run = RunFolder.read(folder)
-    before = _measured(run, data)
+    found["model"] = saved_digest(run.path(QUANTIZED))  # whose figures these are
+    before = _measured(run, found)
     found["accuracy"] |= {name: before[name] for name, row in table.items() if isinstance(row, str) and name in before}
     files.write_json_atomic(run.path(METRICS_FILE), found)
     add_metrics(run.path(QUANTIZED), found)
 
 
-def _measured(run: RunFolder, data: str) -> dict[str, Any]:
-    """The rows of metrics.json that are figures, if they are of these images."""
+def _measured(run: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
+    """The rows of metrics.json that are figures, if they are of the same images and the same model."""
     try:
         kept = run.read_json(METRICS_FILE)
     except RunFolderError:  # there is none, or none that can be read
         return {}
-    rows = kept.get("accuracy") if isinstance(kept, dict) and kept.get("data") == data else None
+    same = isinstance(kept, dict) and all(kept.get(key) == now[key] for key in ("data", "model"))
+    rows = kept.get("accuracy") if same else None
     return {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
 
 
@@ -244,13 +264,14 @@ def _record(
     run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, progress: Progress | None
 ) -> Record:
     """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
+    _check_record(folder)
     kept = collect.read(folder)
     if kept is not None:
         return Record(folder, kept)
     recipe, seed = recipe_from_dict(folder.identity["recipe"]), folder.identity["seed"]
     rounds = collect.images_of_rounds(folder, recipe)
     if not rounds:
-        raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_calibrate(folder.root)}")
+        raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_again(folder)}")
     models: dict[str, nn.Module] = {}
     reasons: dict[str, None] = {}
     try:
@@ -273,8 +294,8 @@ def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
     if folder.path(QUANTIZED).exists():
         return ""
     try:
-        saved = saved_state(folder)
-        done = f"its latest checkpoint is after {saved[1] if saved else 0} of {recipe.calibration.epochs} epochs"
+        saved = folder.load_checkpoint()
+        done = f"its latest checkpoint is after {saved.epoch if saved else 0} of {recipe.calibration.epochs} epochs"
     except RunFolderError:
         done = "its checkpoint cannot be read"
-    return f"{done}; go on with: {_calibrate(folder.root)}"
+    return f"{done}; to go on: {_again(folder)}"

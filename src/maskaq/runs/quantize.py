@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.artifact import saved as pretrained
+from maskaq.calibrate import handover
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.handover import KEEP, WHICH
 from maskaq.engine import pick_engine
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.images.folder import FolderImages
@@ -26,8 +28,6 @@ from maskaq.progress import Progress
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
 from maskaq.report import collect
-from maskaq.runs import handover
-from maskaq.runs.handover import KEEP, WHICH
 from maskaq.runs.provenance import facts, pick_device
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage import files
@@ -97,7 +97,7 @@ def quantize(
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
     refuse_zero_weights(teacher)
     asked = identity(model, recipe, seed)
-    if not only_images and is_finished(out, asked, keep):
+    if is_finished(out, asked, None if only_images else keep):
         progress.note(f"{out} is finished: its model is made, nothing is left to do")
         return Result(_saved_model(out, model).to(device), Path(out))
 
@@ -111,7 +111,7 @@ def quantize(
         image_source = FolderImages(teacher, recipe, seed=seed, progress=progress)
     calibrator = Calibrator(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
 
-    about = facts(teacher, source, engine) | {"data_free": recipe.data_free}
+    about = facts(teacher, source, engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
     with RunFolder.open(out, asked, to_toml(recipe), about) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
@@ -123,14 +123,15 @@ def quantize(
         stored = StoredImages(run, image_source, history)
         student.load_state_dict(history.first_student().state_dict())
         history.epoch = _restore(run, student, calibrator)
-        if forecast and recipe.most_steps and isinstance(image_source, Synthesizer):  # it times steps
-            progress.forecast(_forecast(image_source, run, history.epoch, only_images, report))
+        if forecast:
+            progress.forecast(_forecast(image_source, student, run, history.epoch, only_images, report))
+        if only_images:
+            stored.of_round(0)
+            return Result(student, Path(out))
         for round, epochs in enumerate(recipe.rounds):
             if history.epoch >= epochs.stop > 0:
                 continue  # an earlier call finished this round
             images = stored.of_round(round)
-            if only_images:
-                return Result(student, Path(out))
             if history.epoch == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
             left = range(max(history.epoch, epochs.start), epochs.stop)
@@ -158,8 +159,11 @@ def quantize(
     return Result(model=chosen, folder=Path(out))
 
 
-def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str = "better") -> bool:
-    """Whether a folder holds the finished model of this very run. RunFolderError if it holds another run."""
+def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:
+    """Whether a folder holds the finished model of this very run, and the one that `keep` asks for, if it is given.
+
+    RunFolderError if the folder holds another run.
+    """
     if not os.path.exists(os.path.join(folder, "run.json")):
         return False
     RunFolder.check(folder, identity)
@@ -169,7 +173,7 @@ def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str = "be
         return False
     made = config["made"]
     same = all(made.get(key) == value for key, value in json.loads(json.dumps(identity)).items())
-    return same and (keep == "better" or made.get("handover", {}).get("kept") != "start")
+    return same and handover.is_kept(made.get("handover"), keep)
 
 
 def _saved_model(folder: str | Path, model: nn.Module) -> nn.Module:
@@ -203,28 +207,29 @@ def _hand_over(
     recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
     found = None
     if recipe.calibration.epochs:
-        found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep)
+        found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep, progress=progress)
         run.event(stage="hand over", **found.to_dict())
         if found.end_is_worse:
             progress.note(f"{found}. {WHICH[found.kept]}")
     chosen = end if found is None or found.kept == "end" else start
-    _save_model(run, chosen, source, found)
+    _save_model(run, chosen, source, keep, found)
     return chosen
 
 
 def _save_model(
-    run: RunFolder, student: nn.Module, source: dict[str, Any] | None, found: handover.Handover | None
+    run: RunFolder, student: nn.Module, source: dict[str, Any] | None, keep: str, found: handover.Handover | None
 ) -> None:
     deployed = pretrained.as_deployed(student)
     named = source and (source.get("architecture") or {key: source[key] for key in ("name", "args") if key in source})
     architecture = pretrained.find_architecture(deployed, named)  # a model of the user's own may have none
-    made = {**run.identity, "command": (source or {}).get("command"), **run.facts}
+    made = {**run.identity, "command": (source or {}).get("command"), **run.facts, "keep": keep}
     made.pop("source", None)  # it has paths of this machine
     if found is not None:
         made["handover"] = {key: value for key, value in found.to_dict().items() if key != "seconds"}
-    if run.path(METRICS_FILE).exists():  # measured before the folder was lost
-        made["metrics"] = pretrained.metrics_to_show(run.read_json(METRICS_FILE))
     pretrained.write(deployed, run.path(QUANTIZED), architecture, made=made)
+    metrics = run.read_json(METRICS_FILE) if run.path(METRICS_FILE).exists() else None
+    if isinstance(metrics, dict) and metrics.get("model") == pretrained.saved_digest(run.path(QUANTIZED)):
+        pretrained.add_metrics(run.path(QUANTIZED), metrics)  # measured before this very model was lost
 
 
 def _collect_report(
@@ -250,19 +255,16 @@ def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoc
 
 def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
     """Bring student and optimiser to the latest checkpoint; the number of epochs that are done."""
-    saved = saved_state(run)
+    saved = run.load_checkpoint()
     if saved is None:
         return 0
-    state, epoch = saved
-    student.load_state_dict(state["student"])
-    calibrator.load_state_dict(state["optimizer"])
-    return epoch
-
-
-def saved_state(run: RunFolder) -> tuple[dict[str, Any], int] | None:
-    """The latest checkpoint, as `_checkpoint` wrote it: states of student and optimiser, and the epochs done."""
-    saved = run.load_checkpoint()
-    return None if saved is None else (files.restore_state(saved.tensors, saved.layout), saved.epoch)
+    state = saved.state()
+    try:
+        student.load_state_dict(state["student"])
+        calibrator.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise files.DamagedError(run.path("checkpoints"), error, files.RESTORE) from error
+    return saved.epoch
 
 
 def _whole_number(seed: Any) -> int:
@@ -272,17 +274,22 @@ def _whole_number(seed: Any) -> int:
         raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
 
 
-def _forecast(synthesizer: Synthesizer, run: RunFolder, first_epoch: int, only_images: bool, report: bool) -> float:
-    """Seconds that are left, roughly: a few steps are timed, and calibrating on an image costs about a step."""
-    recipe = synthesizer.recipe
+def _forecast(
+    source: ImageSource, student: nn.Module, run: RunFolder, first_epoch: int, only_images: bool, report: bool
+) -> float:
+    """Seconds that are left, roughly: a few steps or passes are timed, and an epoch of an image costs about a step."""
+    recipe, one_pass = source.recipe, collect.seconds_per_pass(student)
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
     for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
             there = len(run.shards(round)) * recipe.synthesis.batch / recipe.synthesis.images
             steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
-    seconds = synthesizer.seconds_per_image_step() * recipe.synthesis.images * steps
-    if report and not only_images:
-        seconds += collect.forecast(synthesizer.student, recipe)
+    timed = isinstance(source, Synthesizer) and recipe.most_steps > 0
+    one_step = source.seconds_per_image_step() if timed else 5 * one_pass  # type: ignore[union-attr]
+    seconds = one_step * recipe.synthesis.images * steps
+    if not only_images:
+        passes = 3 * handover.held_out_count(recipe) + recipe.quantization.range_images
+        seconds += one_pass * (passes + (collect.passes(student, recipe.synthesis.images) if report else 0))
     return seconds
 
 

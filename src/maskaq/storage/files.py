@@ -100,8 +100,10 @@ def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
                 _exchange(temp, path)
             else:
                 os.replace(temp, path)
-        finally:
-            shutil.rmtree(temp, ignore_errors=True)  # what could not be finished, or the old folder
+        finally:  # what could not be finished, or the old folder, or a file that had its place
+            shutil.rmtree(temp, ignore_errors=True)
+            with suppress(OSError):
+                temp.unlink()
     _sync_folder(path.parent)
 
 
@@ -191,13 +193,15 @@ def read_tensors(path: str | Path, remedy: str = RESTORE) -> tuple[dict[str, Ten
 
 def read_regular(path: Path) -> bytes:
     """The bytes of a regular file. OSError for a symbolic link, which is not followed, and for a pipe or a device."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(errno.EINVAL, _ODD_FILE)
+    mode = path.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, _FOLDER if stat.S_ISDIR(mode) else _ODD_FILE)
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
         return file.read()
 
 
 _ODD_FILE = "it is a symbolic link, a pipe or a device: expected the file itself (`cp -rL` copies what links point to)"
+_FOLDER = "it is a folder: expected a file"
 
 
 def own_path(root: Path, name: str) -> Path:
@@ -316,3 +320,23 @@ def restore_state(tensors: Mapping[str, Tensor], meta: str) -> Any:
         return {key: unpack(item) for key, item in value}
 
     return unpack(json.loads(meta))
+
+
+def misfit(value: Any, form: Any, key: str = "") -> str:
+    """In words, the first place where a value read from JSON is not of the form; empty if it is.
+
+    A form is a type, a list of one form, or a dict of forms: a key that ends in ? may be missing or null, * is any key.
+    float is any number or null.
+    """
+    if isinstance(form, dict) and isinstance(value, dict):
+        named = {name: value.get(name.removesuffix("?")) for name in form if name != "*"}
+        parts = {name: (item, form[name]) for name, item in named.items() if item is not None or name[-1] != "?"}
+        parts |= {name: (item, form["*"]) for name, item in value.items()} if "*" in form else {}
+        found = (misfit(*part, f"{key}.{name.removesuffix('?')}".lstrip(".")) for name, part in parts.items())
+        return next(filter(None, found), "")
+    if isinstance(form, list) and isinstance(value, list):
+        return next(filter(None, (misfit(item, form[0], f"{key}[{i}]") for i, item in enumerate(value))), "")
+    kind = type(form) if isinstance(form, dict | list) else form
+    kinds = (int, float, type(None)) if kind is float else (kind,)
+    fits = isinstance(value, kinds) and not isinstance(form, dict | list) and not isinstance(value, bool)
+    return "" if fits else f"{key}: expected {kind.__name__}, found {type(value).__name__}"

@@ -35,11 +35,13 @@ from maskaq.storage.files import (
     digest_of,
     explained,
     json_bytes,
+    misfit,
     own_path,
     read_bytes,
     read_json,
     read_regular,
     read_tensors,
+    restore_state,
     seal,
     short,
     unseal,
@@ -114,8 +116,8 @@ def _read_run(root: Path) -> dict[str, Any]:
     found = run.pop("sha256", None)
     if run["format"] == FORMAT and found != _digest_of_json(run):
         raise DamagedError(path, "it is not what was written", remedy)
-    if not isinstance(run.get("identity"), dict) or not isinstance(run.get("facts"), dict):
-        raise DamagedError(path, "no identity or facts", remedy)
+    if wrong := misfit(run, {"identity": {}, "facts": {}, "resumed?": [{}]}):
+        raise DamagedError(path, wrong, remedy)
     return run
 
 
@@ -213,6 +215,15 @@ class Checkpoint:
     layout: str
     shards: list[str]
     """Digests of the shards that the latest of these epochs was calibrated on."""
+    path: Path | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The states of student and optimiser, as they were flattened."""
+        try:
+            found: dict[str, Any] = restore_state(self.tensors, self.layout)
+            return {"student": found["student"], "optimizer": found["optimizer"]}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise DamagedError(self.path or Path(), "its layout is not that of its tensors", RESTORE) from error
 
 
 class RunFolder:
@@ -221,7 +232,10 @@ class RunFolder:
     def __init__(self, root: Path, run: dict[str, Any], lock: BaseFileLock | None = None) -> None:
         self.root = root
         self.identity: dict[str, Any] = run["identity"]
+        self.format: int = run["format"]
         self.facts: dict[str, Any] = run["facts"]
+        self.latest_facts: dict[str, Any] = [run["facts"], *run.get("resumed", [])][-1]
+        """Of the call that last continued the run."""
         sources = [facts.get("source") for facts in (run["facts"], *run.get("resumed", []))]
         self.source: dict[str, Any] | None = next((source for source in reversed(sources) if source), None)
         """What the model is and where its weights were when the run was last continued."""
@@ -354,14 +368,18 @@ class RunFolder:
         path = self.path(_shard_name(round, shard))
         data = read_bytes(path)
         tensors, metadata = unseal(data, path, RESTORE)
-        try:  # format 1 kept what a shard is in a file beside it
-            about = json.loads(metadata["shard"]) if metadata else {}
+        if self.format == 1:  # which kept what a shard is in a file beside it
+            return Shard(tensors, "", [], digest_of(data))
+        try:
+            about = json.loads(metadata["shard"])
         except (KeyError, ValueError, RecursionError) as error:
             raise DamagedError(path, "it is no shard of images", RESTORE) from error
+        if wrong := misfit(about, {"run": str, "round": int, "shard": int, "student": str, "lost": [int]}):
+            raise DamagedError(path, wrong, RESTORE)
         expected = {"run": self.digest, "round": round, "shard": shard}
-        if about and any(about.get(key) != value for key, value in expected.items()):
+        if any(about[key] != value for key, value in expected.items()):
             raise DamagedError(path, "it is a shard of another run, or of another place in this one", RESTORE)
-        return Shard(tensors, about.get("student", ""), about.get("lost", []), digest_of(data))
+        return Shard(tensors, about["student"], about["lost"], digest_of(data))
 
     # ---- checkpoints
 
@@ -403,14 +421,17 @@ class RunFolder:
         path = self.path(f"checkpoints/{files[number].name}")
         earlier = [files[other].name for other in files if other < number]
         back = f"the one before, {earlier[-1]}" if earlier else "the start"
-        remedy = f"{RESTORE}; or delete it and run the same command again, which repeats the epochs since {back}"
+        remedy = f"{RESTORE}; or delete it and run the same command again"
+        remedy += f", which repeats the epochs since {back}" if number == max(files) else ""
         tensors, metadata = read_tensors(path, remedy)
         try:
             about = json.loads(metadata["checkpoint"])
-            found = Checkpoint(about["epoch"], tensors, about["layout"], about["shards"])
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
+        except (KeyError, ValueError, RecursionError) as error:
             raise DamagedError(path, "it is no checkpoint", remedy) from error
-        if about.get("run") != self.digest or found.epoch != number:
+        if wrong := misfit(about, {"run": str, "epoch": int, "layout": str, "shards": [str]}):
+            raise DamagedError(path, wrong, remedy)
+        found = Checkpoint(about["epoch"], tensors, about["layout"], about["shards"], path)
+        if about["run"] != self.digest or found.epoch != number:
             raise DamagedError(path, "it is a checkpoint of another run, or of another epoch", remedy)
         return found
 

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from maskaq import randomness
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.models import geometry
+from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
+from maskaq.storage.files import misfit
 
 KEEP = ("better", "last")
 """What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""
@@ -59,15 +61,35 @@ class Handover:
         return f"calibration made the model {'worse' if self.end_is_worse else 'better'} {where}: {figures}"
 
 
+def is_kept(told: Any, keep: str | None) -> bool:
+    """Whether what a saved model tells of its handover is what `keep` asks for; None asks for nothing."""
+    found = told if isinstance(told, dict) and not misfit(told, {"start": float, "end": float, "kept": str}) else {}
+    if keep == "last":
+        return found.get("kept") != "start"
+    start, end = found.get("start"), found.get("end")
+    if keep != "better" or found.get("kept") != "end" or start is None or end is None:
+        return True
+    return bool(float(end) <= float(start))
+
+
 def compare(
-    teacher: nn.Module, start: nn.Module, end: nn.Module, recipe: Recipe, *, seed: int, keep: str = "better"
+    teacher: nn.Module,
+    start: nn.Module,
+    end: nn.Module,
+    recipe: Recipe,
+    *,
+    seed: int,
+    keep: str = "better",
+    progress: Progress | None = None,
 ) -> Handover:
     """Compare the student before and after calibration with the teacher."""
-    began = time.monotonic()
-    images = held_out_images(teacher, held_out_count(recipe), seed)
-    expected = _predictions(teacher, images)
+    began, progress = time.monotonic(), progress or Progress()
+    count = held_out_count(recipe)
+    progress.stage("compare before and after", 3 * count)
+    images = held_out_images(teacher, count, seed)
+    expected = _predictions(teacher, images, progress)
     kl = {
-        name: F.kl_div(_predictions(student, images), expected, reduction="batchmean", log_target=True).item()
+        name: F.kl_div(_predictions(student, images, progress), expected, reduction="batchmean", log_target=True).item()
         for name, student in (("start", start), ("end", end))
     }
     kept = "end" if keep == "last" or kl["end"] <= kl["start"] else "start"
@@ -90,7 +112,11 @@ def held_out_images(teacher: nn.Module, count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def _predictions(model: nn.Module, images: Tensor) -> Tensor:
+def _predictions(model: nn.Module, images: Tensor, progress: Progress) -> Tensor:
     """Log-probabilities."""
+    found = []
     with frozen(model):
-        return torch.cat([model(part).double().log_softmax(dim=1) for part in images.split(_BATCH)])
+        for part in images.split(_BATCH):
+            found.append(model(part).double().log_softmax(dim=1))
+            progress.advance(len(part))
+    return torch.cat(found)

@@ -1,4 +1,4 @@
-"""The README works: its Python runs as printed, its commands run with a smaller budget, its make targets exist."""
+"""README, USAGE and DEPLOYMENT work: Python runs as printed, commands run with a smaller budget, make targets exist."""
 
 import re
 import shlex
@@ -12,9 +12,14 @@ from maskaq.cli import main as cli
 from maskaq.losses.terms import SYNTHESIS_TERMS
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/USAGE.md", "docs/DEPLOYMENT.md")}
+SNIPPETS = [
+    pytest.param(snippet, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.S))
+]
+BLOCKS = [block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, flags=re.S)]
+LINES = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 COMMANDS = [shlex.split(line, comments=True) for line in LINES]
 MASKAQ = [words[1:] for words in COMMANDS if words[:1] == ["maskaq"]]
 HAS_ONNX = all(find_spec(name) for name in ("onnx", "onnx_ir", "onnxruntime", "onnxscript"))
@@ -32,7 +37,7 @@ def runs_here(words):
     return "deit_tiny_patch16_224" not in words and not for_openvino
 
 
-def test_the_readme_has_what_these_tests_look_for():
+def test_the_pages_have_what_these_tests_look_for():
     assert len(SNIPPETS) >= 3
     assert len(MASKAQ) >= 8
     assert sum(runs_here(words) for words in MASKAQ) >= 6
@@ -43,19 +48,19 @@ def few_test_images(monkeypatch):
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::50], labels[::50]))
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_python_of_the_readme_runs_as_printed(snippet, tmp_path, monkeypatch):
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_python_of_the_pages_runs_as_printed(snippet, tmp_path, monkeypatch):
     few_test_images(monkeypatch)
     monkeypatch.chdir(tmp_path)
     known = set(SYNTHESIS_TERMS)
     try:
-        exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(snippet, "snippet", "exec"), {"__name__": "snippet"})
     finally:
         for added in set(SYNTHESIS_TERMS) - known:
             del SYNTHESIS_TERMS[added]
 
 
-def test_commands_of_the_readme_run_in_their_order(tmp_path, monkeypatch, capsys):
+def test_commands_of_the_pages_run_in_their_order(tmp_path, monkeypatch, capsys):
     few_test_images(monkeypatch)
     monkeypatch.chdir(tmp_path)
     for words in filter(runs_here, MASKAQ):
@@ -75,7 +80,7 @@ def test_commands_that_need_a_users_files_are_well_formed(words):
     assert args.command in ("quantize", "export", "bench_runtime")
 
 
-def test_make_targets_of_the_readme_exist():
+def test_make_targets_of_the_pages_exist():
     makefile = (ROOT / "Makefile").read_text()
     for words in COMMANDS:
         if words[:1] == ["make"]:
@@ -86,9 +91,16 @@ def test_ci_runs_the_readmes_test_command():
     assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_files_the_readme_links_to_exist():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target, heading in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.+)$", linked.read_text(), flags=re.M)
+            assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], heading
 
 
 def test_every_test_that_the_method_page_cites_exists():

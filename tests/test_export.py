@@ -24,7 +24,8 @@ from maskaq.artifact.export.pt2 import NOTES, export_pt2, verify_pt2
 from maskaq.cli.main import main
 from maskaq.errors import ExportError, MaskaqError
 from maskaq.models import geometry
-from maskaq.quant.deployed import CodedWeight, FixedGrid, deploy
+from maskaq.quant.deployed import CodedWeight, FixedGrid
+from maskaq.quant.twin import deploy
 
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 missing = [name for name in EXTRAS if not find_spec(name)]

@@ -25,12 +25,11 @@ from maskaq.artifact.saved import from_pretrained, save_pretrained
 from maskaq.cli.main import main
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import data_config, expose, geometry
-from maskaq.quant.deployed import deploy
 from maskaq.quant.inspection import inspect_deployed, inspect_model
-from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.quant.twin import deploy, init_ranges_, quantized_twin
 from maskaq.recipe.schema import Quantization
 from maskaq.runs import quantize as run
-from maskaq.storage import files, runfolder
+from maskaq.storage import files
 
 FILES = {"config.json", "model.safetensors", "README.md"}
 NAMED = {"name": VIT, "args": VIT_ARGS}
@@ -643,11 +642,11 @@ def test_weights_of_another_save_are_noticed(folder, tmp_path):
 
 def test_a_foreign_weights_file_is_refused_even_with_its_right_digest(folder):
     path = folder / "model.safetensors"
-    files = {"plain safetensors": safetensors.torch.save(tiny_vit().state_dict()), "text": b"hello", "none": b""}
-    files["sealed by a run"] = files.seal({"a": torch.zeros(1)}, {})
-    files["a config of text"] = files.seal({"a": torch.zeros(1)}, {"config": '"x"'})
-    files["no JSON"] = files.seal({"a": torch.zeros(1)}, {"config": "x"})
-    for data in files.values():
+    foreign = {"plain safetensors": safetensors.torch.save(tiny_vit().state_dict()), "text": b"hello", "none": b""}
+    foreign["sealed by a run"] = files.seal({"a": torch.zeros(1)}, {})
+    foreign["a config of text"] = files.seal({"a": torch.zeros(1)}, {"config": '"x"'})
+    foreign["no JSON"] = files.seal({"a": torch.zeros(1)}, {"config": "x"})
+    for data in foreign.values():
         path.write_bytes(data)
         change(folder, setter("weights/sha256", sha256(data).hexdigest()))
         assert str(path) in refused(folder)
@@ -746,8 +745,8 @@ def save_and_die(folder: Path, where: str, n: int, after: bool) -> None:
     [
         ("os:fsync", 1, False, False),
         ("os:fsync", 2, True, False),
-        ("maskaq.storage.runfolder:_exchange", 1, False, False),
-        ("maskaq.storage.runfolder:_exchange", 1, True, True),
+        ("maskaq.storage.files:_exchange", 1, False, False),
+        ("maskaq.storage.files:_exchange", 1, True, True),
     ],
 )
 def test_a_kill_leaves_the_old_folder_or_the_new_one(folder, where, n, after, is_new):
@@ -761,7 +760,7 @@ def test_folders_change_places_also_where_the_system_cannot_do_it_at_once(saved,
     def cannot(*_):
         raise OSError
 
-    monkeypatch.setattr(runfolder.ctypes, "CDLL", cannot)
+    monkeypatch.setattr("maskaq.storage.files.ctypes.CDLL", cannot)
     save_pretrained(student_of(tiny_vit(seed=2)), folder, architecture=NAMED)
     assert content(folder) != content(saved) and [path.name for path in folder.parent.iterdir()] == ["model"]
     before = content(folder)
@@ -779,7 +778,7 @@ def test_loading_imports_no_training_code(saved):
     code = (
         "import sys, maskaq\n"
         "maskaq.from_pretrained(sys.argv[1])\n"
-        "ours = {'synthesis', 'calibration', 'run', 'losses', 'augment', 'engine', 'kernels', 'taps', 'results'}\n"
+        "ours = {'images', 'calibrate', 'runs', 'losses', 'engine', 'models.taps', 'report'}\n"
         "assert not [n for n in ours if f'maskaq.{n}' in sys.modules]\n"
     )
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(maskaq.__file__).parents[1])]))

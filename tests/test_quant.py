@@ -10,7 +10,8 @@ from torch import nn
 from maskaq.errors import RangeError, RecipeError
 from maskaq.quant import grid, ranges
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
-from maskaq.quant.quantizers import QUANTIZERS, MinMax, Quantizer, Site, Static, make_quantizer, quantizer
+from maskaq.quant.quantizers import QUANTIZERS, MinMax, Quantizer, Static, make_quantizer, quantizer
+from maskaq.quant.site import Site
 from maskaq.recipe.schema import Quantization
 
 BITS = range(2, 9)

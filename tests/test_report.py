@@ -24,7 +24,8 @@ from maskaq.images.sets import to_pixels
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import geometry
 from maskaq.models.taps import taps
-from maskaq.quant.quantizers import Site, Static
+from maskaq.quant.quantizers import Static
+from maskaq.quant.site import Site
 from maskaq.quant.twin import quantizers
 from maskaq.report import collect
 from maskaq.report.record import Record, differences
@@ -193,7 +194,7 @@ def test_a_report_needs_no_teacher_when_its_data_was_kept(own):
     (own.parent / "vit.safetensors").unlink()
     html, markdown = read_page(own)
     assert "could not be had" not in html and "left out" not in markdown
-    assert html.count("<buffers") == 4
+    assert html.count("<canvas") == 4
 
 
 def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
@@ -203,7 +204,7 @@ def test_without_data_and_teacher_the_parts_that_need_it_say_so(own):
     assert html.count("could not be had") == 6  # confidence, maps, distances, sizes, sensitivity, information
     assert "vit.safetensors" in html and "left out" in markdown
     assert "The ten worst sites" in html  # the student is in the folder
-    assert "<buffers" not in html and not (own / collect.FACTS_FILE).exists()
+    assert "<canvas" not in html and not (own / collect.FACTS_FILE).exists()
 
 
 def test_a_run_of_a_model_in_memory_has_a_report_too(tmp_path):
@@ -226,7 +227,7 @@ def test_a_run_without_strip_or_events_says_so(own):
         path.unlink()
     (own / "events.jsonl").unlink()
     html, _ = read_page(own)
-    assert "kept no strip" in html and "says nothing of calibration" in html
+    assert "kept no trajectory" in html and "says nothing of calibration" in html
 
 
 @pytest.mark.parametrize("name", [collect.FACTS_FILE, collect.TENSORS_FILE])

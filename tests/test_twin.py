@@ -16,11 +16,10 @@ from maskaq.errors import ModelError, RangeError, RecipeError
 from maskaq.models import Matmul, expose, geometry
 from maskaq.models.taps import taps
 from maskaq.quant import grid
-from maskaq.quant.deployed import deploy
 from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, Static, quantizer
-from maskaq.quant.twin import frozen, init_ranges_, quantized_twin, quantizers
+from maskaq.quant.twin import deploy, frozen, init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Quantization, load_recipe
 from maskaq.runs.quantize import quantize
 

@@ -25,18 +25,13 @@ import maskaq
 from maskaq import zoo
 from maskaq.artifact.card import model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
-from maskaq.models import Matmul, class_names, data_config, expose, geometry
+from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.load import architecture_of_state, load_shape, rebuild
-from maskaq.quant.deployed import (
-    CodedWeight,
-    DeployedConv2d,
-    DeployedLinear,
-    DeployedMatmul,
-    FixedGrid,
-    FloatWeight,
-    deploy,
-)
+from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight
+from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
+from maskaq.quant.plan import QuantPlan, plan_of
+from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
 FORMAT = 1
@@ -217,6 +212,7 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
         },
         "exceptions": {name: site for name, site in unusual.items() if site},
         "sites": sites,
+        **({} if (plan := plan_of(model)) is None else {"plan": plan.to_dict()}),
     }
 
 
@@ -225,15 +221,10 @@ _LINEAR, _PRODUCT = ("weight_bits", "input_bits"), ("a_bits", "b_bits")
 
 def _site(module: nn.Module) -> dict[str, int | None] | None:
     """Bits of a deployed layer; None for any other module."""
-    if isinstance(module, DeployedLinear | DeployedConv2d):
-        return dict(zip(_LINEAR, (_bits(module.weight), _bits(module.grid)), strict=True))
-    if isinstance(module, DeployedMatmul):
-        return dict(zip(_PRODUCT, (_bits(module.a_grid), _bits(module.b_grid)), strict=True))
-    return None
-
-
-def _bits(module: nn.Module) -> int | None:
-    return module.bits if isinstance(module, CodedWeight | FixedGrid) else None
+    kind = kind_of(module)
+    if kind is None or not isinstance(module, kind.deployed):
+        return None
+    return {f"{slot}_bits": getattr(kind.part(module, slot), "bits", None) for slot in kind.slots}
 
 
 def _commonest(bits: Any) -> int | None:
@@ -342,7 +333,7 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
         record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
     model = expose(model)
-    _deploy_blank(model, config["quantization_config"]["sites"])
+    _deploy_blank(model, config["quantization_config"])
     model = model.float().eval().requires_grad_(False)  # float32, whatever torch's default is
     again = _described(model, config["timm"])
     if different := _differences(again, {key: config.get(key) for key in again}):
@@ -352,35 +343,24 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     return model
 
 
-def _deploy_blank(model: nn.Module, sites: Mapping[str, Any]) -> None:
+def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
     """Put a deployed layer, still empty, in the place of every linear map and product of an exposed model."""
-    layers = {n: m for n, m in model.named_modules() if type(m) in (nn.Linear, nn.Conv2d, Matmul)}
-    if layers.keys() != sites.keys():
-        odd = sorted(layers.keys() ^ sites.keys())
+    sites = scheme["sites"]
+    found = {name: (module, kind) for name, (module, kind) in layers(model).items() if type(module) is kind.float_type}
+    plan = QuantPlan.from_dict(scheme["plan"]) if "plan" in scheme else QuantPlan()
+    if found.keys() != sites.keys():
+        odd = sorted(found.keys() ^ sites.keys())
         raise ModelError(f"{len(odd)} sites are in the model or in {CONFIG} alone, {odd[0]!r} first")
-    for name, module in layers.items():
-        keys, site = _PRODUCT if isinstance(module, Matmul) else _LINEAR, sites[name]
+    for name, (module, kind) in found.items():
+        keys, site = [f"{slot}_bits" for slot in kind.slots], sites[name]
         if not isinstance(site, dict) or site.keys() != set(keys):
             raise ModelError(f"site {name!r}: expected {' and '.join(keys)}, found {site!r}")
         for key, bits in site.items():
             if bits is not None and (type(bits) is not int or bits not in WIDTHS):
                 raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _blank(module, *(site[key] for key in keys)))
-
-
-def _blank(module: Any, first: int | None, second: int | None) -> nn.Module:
-    if isinstance(module, Matmul):
-        return DeployedMatmul(_blank_grid(first), _blank_grid(second), module.signed)
-    shape, bias = module.weight.shape, None if module.bias is None else torch.zeros(module.bias.shape)
-    weight = FloatWeight(torch.zeros(shape)) if first is None else CodedWeight(shape, first)
-    if isinstance(module, nn.Conv2d):
-        return DeployedConv2d(weight, bias, _blank_grid(second), module)
-    return DeployedLinear(weight, bias, _blank_grid(second))
-
-
-def _blank_grid(bits: int | None) -> nn.Module:
-    return nn.Identity() if bits is None else FixedGrid(bits)
+        bits_of = (site[key] for key in keys)
+        parts = (None if b is None else (b, plan.get(name, slot)) for b, slot in zip(bits_of, kind.slots, strict=True))
+        replace_module(model, name, kind.deployed.blank(module, *parts))
 
 
 # ---- tensors

@@ -22,6 +22,7 @@ from maskaq.images.folder import FolderImages
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import geometry
+from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
@@ -93,15 +94,18 @@ def latest_images(run: RunFolder) -> SyntheticSet:
 class StudentHistory:
     """The student now, and as it was at the start of each round."""
 
-    def __init__(self, run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int) -> None:
-        self.run, self.teacher, self.student, self.recipe, self.seed = run, teacher, student, recipe, seed
+    def __init__(
+        self, run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int
+    ) -> None:
+        self.run, self.teacher, self.student = run, teacher, student
+        self.recipe, self.plan, self.seed = recipe, plan, seed
         self.epoch = 0
         """Epochs that the student has behind it."""
 
     def first_student(self) -> nn.Module:
         """A student with ranges from noise: what the first images are made against."""
         scheme = self.recipe.quantization
-        student = quantized_twin(self.teacher, scheme)
+        student = quantized_twin(self.teacher, scheme, self.plan)
         init_ranges_(student, noise(self.teacher, scheme.range_images, self.seed), scheme)
         return student
 

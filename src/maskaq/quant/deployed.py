@@ -1,10 +1,8 @@
 """The quantized model as it leaves the trainer: integer weight codes, fixed grids, plain torch operations.
 
-`deploy` turns a calibrated student into a module with the same module names and, bit for bit, the same outputs, that
-holds no full-precision weight where it has codes, learns nothing, and needs none of the training code.
+`maskaq.quant.twin.deploy` turns a calibrated student into a module with the same module names and, bit for bit, the
+same outputs. It holds no full-precision weight where it has codes, and needs none of the training code.
 """
-
-import copy
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +12,10 @@ from maskaq.errors import ModelError
 from maskaq.models.products import Matmul
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
 from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.site import Site
+
+Part = tuple[int, Site | None] | None
+"""Bits, and the site where it is known; None is a tensor that stays in float."""
 
 
 class FixedGrid(nn.Module):
@@ -22,9 +24,9 @@ class FixedGrid(nn.Module):
     scale: Tensor
     zero_point: Tensor
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, site: Site | None = None) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.site = bits, site
         self.top = (1 << bits) - 1
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("zero_point", torch.zeros(()))
@@ -46,9 +48,9 @@ class CodedWeight(nn.Module):
     codes: Tensor
     scale: Tensor
 
-    def __init__(self, shape: torch.Size | tuple[int, ...], bits: int) -> None:
+    def __init__(self, shape: torch.Size | tuple[int, ...], bits: int, site: Site | None = None) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.site = bits, site
         self.register_buffer("codes", torch.zeros(shape, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(shape[0]))
 
@@ -65,6 +67,14 @@ class DeployedLinear(nn.Module):
         self.weight, self.grid = weight, grid
         self.register_buffer("bias", bias)
 
+    @classmethod
+    def from_quantized(cls, layer: QuantLinear) -> "DeployedLinear":
+        return cls(_weight(layer), _plain(layer.bias), _grid(layer.input_quantizer))
+
+    @classmethod
+    def blank(cls, linear: nn.Linear, weight: Part, grid: Part) -> "DeployedLinear":
+        return cls(_blank_weight(linear, weight), _blank_bias(linear), _blank_grid(grid))
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.grid(x), self.weight(), self.bias)  # type: ignore[arg-type]
 
@@ -78,6 +88,14 @@ class DeployedConv2d(nn.Module):
             raise ModelError(f"a convolution with padding {conv.padding!r} ({conv.padding_mode}) cannot be deployed")
         self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
 
+    @classmethod
+    def from_quantized(cls, layer: QuantConv2d) -> "DeployedConv2d":
+        return cls(_weight(layer), _plain(layer.bias), _grid(layer.input_quantizer), layer)
+
+    @classmethod
+    def blank(cls, conv: nn.Conv2d, weight: Part, grid: Part) -> "DeployedConv2d":
+        return cls(_blank_weight(conv, weight), _blank_bias(conv), _blank_grid(grid), conv)
+
     def forward(self, x: Tensor) -> Tensor:
         geometry = (self.stride, self.padding, self.dilation, self.groups)
         return F.conv2d(self.grid(x), self.weight(), self.bias, *geometry)  # type: ignore[arg-type]
@@ -89,6 +107,14 @@ class DeployedMatmul(Matmul):
     def __init__(self, a_grid: nn.Module, b_grid: nn.Module, signed: tuple[bool, bool]) -> None:
         super().__init__(signed)
         self.a_grid, self.b_grid = a_grid, b_grid
+
+    @classmethod
+    def from_quantized(cls, layer: QuantMatmul) -> "DeployedMatmul":
+        return cls(_grid(layer.a_quantizer), _grid(layer.b_quantizer), layer.signed)
+
+    @classmethod
+    def blank(cls, matmul: Matmul, a: Part, b: Part) -> "DeployedMatmul":
+        return cls(_blank_grid(a), _blank_grid(b), matmul.signed)
 
     def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return self.a_grid(a), self.b_grid(b)
@@ -105,23 +131,17 @@ class FloatWeight(nn.Module):
         return self.values  # type: ignore[return-value]
 
 
-@torch.no_grad()
-def deploy(student: nn.Module) -> nn.Module:
-    """A calibrated student as a deployed model: a copy, in eval mode, on the CPU, without gradients."""
-    model = copy.deepcopy(student).cpu().eval().requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        layer: nn.Module
-        if isinstance(module, QuantLinear):
-            layer = DeployedLinear(_weight(module), _plain(module.bias), _grid(module.input_quantizer))
-        elif isinstance(module, QuantConv2d):
-            layer = DeployedConv2d(_weight(module), _plain(module.bias), _grid(module.input_quantizer), module)
-        elif isinstance(module, QuantMatmul):
-            layer = DeployedMatmul(_grid(module.a_quantizer), _grid(module.b_quantizer), module.signed)
-        else:
-            continue
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
-    return model
+def _blank_weight(layer: nn.Linear | nn.Conv2d, part: Part) -> nn.Module:
+    shape = layer.weight.shape
+    return FloatWeight(torch.zeros(shape)) if part is None else CodedWeight(shape, *part)
+
+
+def _blank_bias(layer: nn.Linear | nn.Conv2d) -> Tensor | None:
+    return None if layer.bias is None else torch.zeros(layer.bias.shape)
+
+
+def _blank_grid(part: Part) -> nn.Module:
+    return nn.Identity() if part is None else FixedGrid(*part)
 
 
 def _plain(bias: Tensor | None) -> Tensor | None:
@@ -132,7 +152,7 @@ def _grid(quantizer: nn.Module) -> nn.Module:
     if not isinstance(quantizer, Quantizer):
         return nn.Identity()
     _refuse_other_grids(quantizer)
-    grid = FixedGrid(quantizer.site.bits)
+    grid = FixedGrid(quantizer.site.bits, quantizer.site)
     scale, zero_point = quantizer.step(1)
     grid.scale.copy_(scale.reshape(()))
     grid.zero_point.copy_(zero_point.reshape(()))
@@ -144,7 +164,7 @@ def _weight(layer: QuantLinear | QuantConv2d) -> nn.Module:
     if not isinstance(quantizer, Quantizer):
         return FloatWeight(layer.weight.detach().clone())
     _refuse_other_grids(quantizer)
-    weight = CodedWeight(layer.weight.shape, quantizer.site.bits)
+    weight = CodedWeight(layer.weight.shape, quantizer.site.bits, quantizer.site)
     weight.codes.copy_(quantizer.codes(layer.weight))
     weight.scale.copy_(quantizer.step(layer.weight.numel())[0])
     return weight

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from maskaq.models import expose
-from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul
-from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
+from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, FloatWeight
+from maskaq.quant.kinds import layers
 from maskaq.quant.packing import packed_bytes
+from maskaq.quant.plan import QuantPlan
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantized_twin
 from maskaq.recipe.schema import Recipe
@@ -38,33 +39,43 @@ class Inspection:
         return sum(row.quantized_bytes for row in self.rows)
 
 
-def inspect_model(model: nn.Module, recipe: Recipe) -> Inspection:
+def inspect_model(model: nn.Module, recipe: Recipe, plan: QuantPlan | None = None) -> Inspection:
     """One row for each layer that would be quantized, and one for all that stays in float."""
-    twin, rows, counted = quantized_twin(expose(model), recipe.quantization), [], 0
-    for name, module in twin.named_modules():
-        if isinstance(module, QuantWeightMixin):
-            kind = "linear" if isinstance(module, nn.Linear) else "convolution"
-            rows.append(
-                _linear(name, kind, module.weight, _bits(module.weight_quantizer), _bits(module.input_quantizer))
-            )
-            counted += module.weight.numel()
-        elif isinstance(module, QuantMatmul):
-            rows.append(_product(name, _bits(module.a_quantizer), _bits(module.b_quantizer)))
-    return Inspection([*rows, _rest(sum(p.numel() for p in model.parameters()) - counted)])
+    return _inspect(
+        quantized_twin(expose(model), recipe.quantization, plan), sum(p.numel() for p in model.parameters())
+    )
 
 
 def inspect_deployed(model: nn.Module) -> Inspection:
     """The same of a model that is quantized: deployed, or loaded with `maskaq.from_pretrained`."""
-    rows, rest = [], sum(p.numel() for p in model.parameters())
-    for name, module in model.named_modules():
-        if isinstance(module, DeployedLinear | DeployedConv2d):
-            kind = "linear" if isinstance(module, DeployedLinear) else "convolution"
-            values = module.weight.codes if isinstance(module.weight, CodedWeight) else module.weight()
-            rows.append(_linear(name, kind, values, _bits(module.weight), _bits(module.grid)))
-            rest += 0 if module.bias is None else module.bias.numel()  # type: ignore[operator]
-        elif isinstance(module, DeployedMatmul):
-            rows.append(_product(name, _bits(module.a_grid), _bits(module.b_grid)))
-    return Inspection([*rows, _rest(rest)])
+    buffers: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, CodedWeight):
+            buffers.append(module.codes)
+        elif isinstance(module, FloatWeight):
+            buffers.append(module())
+        elif isinstance(module, DeployedLinear | DeployedConv2d) and module.bias is not None:
+            buffers.append(module.bias)  # type: ignore[arg-type]
+    return _inspect(model, sum(tensor.numel() for tensor in (*buffers, *model.parameters())))
+
+
+def _inspect(model: nn.Module, values: int) -> Inspection:
+    rows = []
+    for name, (module, kind) in layers(model).items():
+        first, second = (_bits(kind.part(module, slot)) for slot in kind.slots)
+        if kind.name == "product":
+            rows.append(LayerRow(name, kind.name, "", "", f"{first or 'float'}, {second or 'float'}", 0, 0))
+            continue
+        weight = _weight_of(module)
+        values -= weight.numel()
+        rows.append(_linear(name, kind.name, weight, first, second))
+    return Inspection([*rows, _rest(values)])
+
+
+def _weight_of(module: Any) -> Tensor:
+    weight = module.weight
+    found: Tensor = weight.codes if isinstance(weight, CodedWeight) else weight
+    return weight() if isinstance(weight, FloatWeight) else found
 
 
 def _linear(name: str, kind: str, weight: Tensor, bits: int | None, input_bits: int | None) -> LayerRow:
@@ -73,10 +84,6 @@ def _linear(name: str, kind: str, weight: Tensor, bits: int | None, input_bits: 
         after = packed_bytes(weight.numel(), bits) + 4 * len(weight)  # codes, and a float scale a channel
     shape = " x ".join(str(n) for n in weight.shape)
     return LayerRow(name, kind, shape, str(bits or "float"), str(input_bits or "float"), before, after)
-
-
-def _product(name: str, a_bits: int | None, b_bits: int | None) -> LayerRow:
-    return LayerRow(name, "product", "", "", f"{a_bits or 'float'}, {b_bits or 'float'}", 0, 0)
 
 
 def _rest(values: int) -> LayerRow:

@@ -8,33 +8,18 @@ A quantizer refuses to run until its range was set by `set_range` or loaded from
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from maskaq.errors import RangeError, RecipeError, unknown
 from maskaq.quant import grid, ranges
-
-Role = Literal["weight", "activation"]
+from maskaq.quant.site import Role, Site
 
 QUANTIZERS: dict[str, type["Quantizer"]] = {}
 
 _OBSERVED = 1 << 14  # values kept of one observed tensor: enough for a range, small enough to search it fast
-
-
-@dataclass(frozen=True)
-class Site:
-    """What a quantizer must know of the tensor it serves."""
-
-    name: str
-    role: Role
-    bits: int
-    signed: bool
-    """Whether the values can be negative; said by the architecture, never guessed from data."""
-    channels: int | None = None
-    """One range for each slice along the first axis; None: one range for the whole tensor."""
 
 
 class Quantizer(nn.Module):
@@ -141,6 +126,7 @@ def quantizer(name: str) -> Callable[[type[Quantizer]], type[Quantizer]]:
 
 
 def make_quantizer(name: str, site: Site) -> Quantizer:
+    """The quantizer of a recipe name for a site."""
     if name not in QUANTIZERS:
         raise RecipeError(unknown("quantizer", name, QUANTIZERS))
     return QUANTIZERS[name](site)

@@ -3,70 +3,48 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError
-from maskaq.models import Matmul, geometry
-from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
-from maskaq.quant.quantizers import Quantizer, Site, make_quantizer
-from maskaq.recipe.schema import Bits, Quantization
+from maskaq.models import Matmul
+from maskaq.quant.kinds import layers, replace_module
+from maskaq.quant.layers import QuantWeightMixin
+from maskaq.quant.plan import QuantPlan, build_plan
+from maskaq.quant.quantizers import Quantizer, make_quantizer
+from maskaq.recipe.schema import Quantization
 
 
-def quantized_twin(teacher: nn.Module, scheme: Quantization) -> nn.Module:
-    """A quantized copy of an exposed model. Its ranges are not set yet: `init_ranges_` does that."""
+def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | None = None) -> nn.Module:
+    """A quantized copy of an exposed model. Its ranges are not set yet: `init_ranges_` does that.
+
+    Args:
+        plan: what is quantized and how; by default what the scheme says.
+    """
     for name, module in teacher.named_modules():
         if isinstance(module, Quantizer) or (isinstance(module, Matmul) and type(module) is not Matmul):
             raise ModelError(
                 f"this model is quantized already ({name} is a {type(module).__name__}); give the full-precision model "
                 "it was made from"
             )
+    plan = build_plan(teacher, scheme) if plan is None else plan
     twin = copy.deepcopy(teacher)
-    for name, module in list(twin.named_modules()):
-        layer: nn.Module
-        if type(module) is nn.Linear or type(module) is nn.Conv2d:
-            quant = QuantLinear if type(module) is nn.Linear else QuantConv2d
-            weight, activation = (_quantizer(scheme, site) for site in linear_sites(teacher, name, module, scheme))
-            layer = quant.from_float(module, weight, activation)  # type: ignore[arg-type]
-        elif type(module) is Matmul:
-            a, b = (_quantizer(scheme, site) for site in matmul_sites(name, module, scheme))
-            layer = QuantMatmul.from_float(module, a, b)
-        else:
-            continue
-        parent, _, child = name.rpartition(".")
-        setattr(twin.get_submodule(parent), child, layer)
+    for name, (module, kind) in layers(twin).items():
+        sites = (plan.get(name, slot) for slot in kind.slots)
+        parts = (nn.Identity() if site is None else make_quantizer(site.quantizer, site) for site in sites)
+        replace_module(twin, name, kind.quantized.from_float(module, *parts))
     return twin.to(next(teacher.parameters()).device).eval().requires_grad_(True)
 
 
-def linear_sites(
-    teacher: nn.Module, name: str, module: nn.Module, scheme: Quantization
-) -> tuple[Site | None, Site | None]:
-    """Weight and input site of a linear layer; None is a tensor that stays in float."""
-    facts, bits = geometry(teacher), Bits.parse(scheme.bits)
-    weight = Site(f"{name}.weight", "weight", bits.weight, signed=True, channels=len(module.weight))  # type: ignore[arg-type]
-    activation = Site(f"{name}.input", "activation", bits.activation, signed=True)
-    if name in facts.first + facts.last:
-        if scheme.first_last == "float":
-            return None, None
-        if scheme.first_last == "8":
-            weight, activation = replace(weight, bits=8), replace(activation, bits=8)
-    return weight, None if name in facts.first else activation  # the image itself is never quantized
-
-
-def matmul_sites(name: str, module: Matmul, scheme: Quantization) -> tuple[Site, Site]:
-    bits = Bits.parse(scheme.bits).activation
-    a, b = (
-        Site(f"{name}.{side}", "activation", bits, signed) for side, signed in zip("ab", module.signed, strict=True)
-    )
-    return a, b
-
-
-def _quantizer(scheme: Quantization, site: Site | None) -> nn.Module:
-    if site is None:
-        return nn.Identity()
-    return make_quantizer(scheme.weight if site.role == "weight" else scheme.activation, site)
+@torch.no_grad()
+def deploy(student: nn.Module) -> nn.Module:
+    """A calibrated student as a deployed model: a copy, in eval mode, on the CPU, without gradients."""
+    model = copy.deepcopy(student).cpu().eval().requires_grad_(False)
+    for name, (module, kind) in layers(model).items():
+        if isinstance(module, kind.quantized):
+            replace_module(model, name, kind.deployed.from_quantized(module))
+    return model
 
 
 def quantizers(student: nn.Module) -> dict[str, Quantizer]:
@@ -84,7 +62,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
     for module in student.modules():
         quantizer = module.weight_quantizer if isinstance(module, QuantWeightMixin) else None
         if isinstance(quantizer, Quantizer) and not quantizer.ready:
-            quantizer.set_range(module.weight, scheme.weight_range, scheme.percentile)  # type: ignore[arg-type]
+            quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)  # type: ignore[arg-type]
     try:
         for q in activations:
             q.observed = []
@@ -92,7 +70,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
             for part in images.split(batch):
                 student(part)
         for q in activations:
-            q.set_range(torch.cat(q.observed or []), scheme.activation_range, scheme.percentile)
+            q.set_range(torch.cat(q.observed or []), q.site.range, scheme.percentile)
     finally:
         for q in activations:
             q.observed = None

@@ -41,24 +41,45 @@ _MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # more are a slip of the fing
 
 @dataclass(frozen=True)
 class Bits:
-    """Bit widths of weights and activations, written `w4a8`."""
+    """Bit widths of weights and activations, written `w4a8`; or mixed, `mixed:3.5` or `mixed:3.5a8`."""
 
     weight: int
     activation: int
+    average: float | None = None
+    """Mixed precision: the average width of all weights, which is chosen layer by layer."""
 
     @classmethod
     def parse(cls, text: str) -> "Bits":
-        match = re.fullmatch(r"w([2-8])a([2-8])", text.strip().lower())
-        if not match:
-            raise RecipeError(
-                f"quantization.bits {text!r}: expected wXaY with X and Y from 2 to 8, for example w4a4 or w4a8"
-            )
-        return cls(int(match[1]), int(match[2]))
+        words = text.strip().lower()
+        if match := re.fullmatch(r"w([2-8])a([2-8])", words):
+            return cls(int(match[1]), int(match[2]))
+        if match := re.fullmatch(r"mixed:(\d+(?:\.\d+)?)(?:a([2-8]))?", words):
+            average = float(match[1])
+            if 2 <= average <= 8:
+                return cls(round(average), int(match[2] or round(average)), average)
+        raise RecipeError(
+            f"quantization.bits {text!r}: expected wXaY with X and Y from 2 to 8, for example w4a4 or w4a8, or mixed:X "
+            "with X from 2 to 8, for example mixed:3.5 or mixed:3.5a8"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An exception for the sites that a pattern matches; the last rule that matches a site wins."""
+
+    match: str = setting("", "pattern of site names, such as blocks.*.mlp.fc2.input (`maskaq inspect` prints them)")
+    bits: str = setting("", "2 to 8, or float", choices=("", "2", "3", "4", "5", "6", "7", "8", "float"))
+    quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
+    range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    bits: str = setting("w4a4", "bit widths of weights and activations, wXaY, 2 to 8 each")
+    bits: str = setting(
+        "w4a4",
+        "bit widths of weights and activations, wXaY, 2 to 8 each; mixed:X chooses the width of each layer's weights "
+        "for an average of X",
+    )
     weight: str = setting("minmax", "weight quantizer, one per output channel (`maskaq list quantizers`)")
     activation: str = setting("lsq", "activation quantizer, one per tensor")
     weight_range: str = setting(
@@ -81,6 +102,7 @@ class Quantization:
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
     )
+    rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +227,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         Bits.parse(self.quantization.bits)
+        for rule in self.quantization.rule:
+            if not rule.match:
+                raise RecipeError("quantization.rule: expected match, a pattern of site names, in every rule")
+            if not (rule.bits or rule.quantizer or rule.range):
+                raise RecipeError(f"quantization.rule {rule.match!r}: expected bits, quantizer or range")
         if self.synthesis.mask.end > self.synthesis.mask.start:
             raise RecipeError(
                 f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start "
@@ -372,7 +399,9 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> None:
     for key, value in top.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+        if key == "rule":  # rules add up: the last that matches wins
+            base[key] = [*base.get(key, ()), *(value if isinstance(value, (list, tuple)) else [value])]
+        elif isinstance(value, Mapping) and isinstance(base.get(key), dict):
             _merge(base[key], value)
         else:
             base[key] = value
@@ -404,6 +433,10 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
             raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
         merged = spec.default_factory()
         return merged | {name: _number(weight, f"{dotted}.{name}") for name, weight in value.items()}
+    if get_args(hint)[1:] == (...,):  # a list of tables
+        if not isinstance(value, (list, tuple)):
+            raise RecipeError(f"{dotted}: expected a list of tables, got {value!r}")
+        return tuple(_build(get_args(hint)[0], item, dotted) for item in value)
     if get_origin(hint) is tuple:
         wanted = len(get_args(hint))
         if not isinstance(value, (list, tuple)) or len(value) != wanted:
@@ -442,13 +475,17 @@ def _within(value: Any, limits: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _write_table(lines: list[str], tree: Mapping[str, Any], path: str) -> None:
-    leaves = {k: v for k, v in tree.items() if not isinstance(v, Mapping)}
+    tables = {k: v for k, v in tree.items() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Mapping)}
+    leaves = {k: v for k, v in tree.items() if not isinstance(v, Mapping) and k not in tables}
     if path and leaves:
         lines += ["", f"[{path}]"]
     lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in leaves.items()]
     for key, value in tree.items():
         if isinstance(value, Mapping):
             _write_table(lines, value, f"{path}.{key}" if path else key)
+    for key, rows in tables.items():
+        for row in rows:
+            lines += ["", f"[[{path}.{key}]]", *(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in row.items())]
 
 
 def _toml_key(key: str) -> str:
@@ -472,6 +509,7 @@ def _describe(cls: type, path: str) -> Iterator[tuple[str, str, str]]:
             yield from _describe(hints[spec.name], dotted)  # type: ignore[arg-type]
             continue
         default = spec.default_factory() if spec.default is dataclasses.MISSING else spec.default
+        default = list(default) if isinstance(default, tuple) else default
         choices: Iterable[str] = spec.metadata["choices"] or ()
         doc = spec.metadata["doc"] + (f" ({' | '.join(choices)})" if choices else "")
         yield dotted, _toml_value(default) if not isinstance(default, dict) else "", doc

@@ -27,6 +27,7 @@ from maskaq.progress import Progress
 from maskaq.quant import ranges
 from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
+from maskaq.quant.plan import plan_of
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import frozen, quantizers
 from maskaq.recipe.schema import Recipe
@@ -111,7 +112,9 @@ def collect(
         facts["sites"] = _sites(student, images[:PROBES])
     if teacher is not None:
         facts["model"] = _model(teacher)
-        facts["sizes"] = [vars(row) for row in inspect_model(teacher, recipe).rows]
+        facts["sizes"] = [
+            vars(row) for row in inspect_model(teacher, recipe, plan_of(student) if student is not None else None).rows
+        ]
     if teacher is not None and searched is not None and student is not None:
         progress.stage("measure layers for the report", passes(student, len(images)))
         seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}

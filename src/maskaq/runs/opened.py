@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ from maskaq.images.stored import first_images, latest_images, state_digest
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
+from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.recipe.schema import Quantization, Recipe, recipe_from_dict
+from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.report.record import Record
 from maskaq.runs.provenance import pick_device
-from maskaq.runs.quantize import range_images
+from maskaq.runs.quantize import plan_of_run, range_images
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
@@ -67,18 +68,23 @@ class OpenedRun:
 
     def nearest(self) -> nn.Module:
         """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
-        return self._uncalibrated(replace(self.recipe.quantization, weight_range="minmax", activation_range="minmax"))
+        return self._uncalibrated(self.plan().with_range("minmax"))
 
     def searched(self) -> nn.Module:
         """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
-        return self._uncalibrated(self.recipe.quantization)
+        return self._uncalibrated(self.plan())
+
+    def plan(self) -> QuantPlan:
+        """What is quantized, and how."""
+        return plan_of_run(self.folder) or build_plan(self.teacher(), self.recipe.quantization)
 
     @own_torch_modes()
-    def _uncalibrated(self, scheme: Quantization) -> nn.Module:
+    def _uncalibrated(self, plan: QuantPlan) -> nn.Module:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher, run = self.teacher(), RunFolder.read(self.folder)
-        student = quantized_twin(teacher, scheme)
-        images = first_images(run, self.recipe.quantization.range_images)
+        scheme = self.recipe.quantization
+        student = quantized_twin(teacher, scheme, plan)
+        images = first_images(run, scheme.range_images)
         init_ranges_(student, range_images(teacher, images, self.recipe), scheme)
         return student
 
@@ -102,7 +108,7 @@ class OpenedRun:
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_again(run)}")
         blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
-        student = quantized_twin(expose(blank), self.recipe.quantization)
+        student = quantized_twin(expose(blank), self.recipe.quantization, plan_of_run(self.folder))
         try:
             student.load_state_dict(saved.state()["student"])
         except (RuntimeError, TypeError, AttributeError) as error:

@@ -25,6 +25,8 @@ from maskaq.images.stored import ImageSource, StoredImages, StudentHistory, late
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
+from maskaq.quant.mixed import choose_bits
+from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
 from maskaq.report import collect
@@ -34,6 +36,8 @@ from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
+
+_MEASURED_ON = 16  # images that widths of mixed precision are chosen on
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def quantize(
         return Result(_saved_model(out, model).to(device), Path(out))
 
     teacher = teacher.to(device)
-    student = quantized_twin(teacher, recipe.quantization)
+    plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)
+    student = quantized_twin(teacher, recipe.quantization, plan)
     engine = pick_engine(device, fast, progress)
     image_source: ImageSource
     if recipe.data_free:
@@ -113,13 +118,13 @@ def quantize(
 
     about = facts(teacher, source, engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
-    with RunFolder.open(out, asked, to_toml(recipe), about) as run:
+    with RunFolder.open(out, asked, to_toml(recipe), about, plan.to_dict()) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
             progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
                 "run.json. Delete it to have it written anew"
             )
-        history = StudentHistory(run, teacher, student, recipe, seed)
+        history = StudentHistory(run, teacher, student, recipe, plan, seed)
         stored = StoredImages(run, image_source, history)
         student.load_state_dict(history.first_student().state_dict())
         history.epoch = _restore(run, student, calibrator)
@@ -147,7 +152,7 @@ def quantize(
                 if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
                     _checkpoint(run, student, calibrator, history.epoch, stored.digests[round])
                     last_saved = time.monotonic()
-        start = quantized_twin(teacher, recipe.quantization)
+        start = quantized_twin(teacher, recipe.quantization, plan)
         init_ranges_(
             start, range_images(teacher, stored.first(recipe.quantization.range_images), recipe), recipe.quantization
         )
@@ -157,6 +162,23 @@ def quantize(
             models = {"teacher": teacher, "searched": start, "student": chosen}
             _collect_report(run, recipe, seed, models, progress)
     return Result(model=chosen, folder=Path(out))
+
+
+def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progress | None = None) -> QuantPlan:
+    """What a run of this recipe would quantize, and how; mixed precision is measured on synthetic images (dead leaves)."""
+    plan = build_plan(teacher, recipe.quantization)
+    if recipe.bits.average is None:
+        return plan
+    images = handover.held_out_images(teacher, _MEASURED_ON, seed)
+    return choose_bits(teacher, plan, recipe.quantization, recipe.bits.average, images, progress)
+
+
+def plan_of_run(folder: str | Path) -> QuantPlan | None:
+    """The plan that a run in this folder began with; None if there is none yet."""
+    if not os.path.exists(os.path.join(folder, "run.json")):
+        return None
+    found = RunFolder.read(folder).plan
+    return None if found is None else QuantPlan.from_dict(found)
 
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:

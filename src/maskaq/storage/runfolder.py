@@ -116,7 +116,7 @@ def _read_run(root: Path) -> dict[str, Any]:
     found = run.pop("sha256", None)
     if run["format"] == FORMAT and found != _digest_of_json(run):
         raise DamagedError(path, "it is not what was written", remedy)
-    if wrong := misfit(run, {"identity": {}, "facts": {}, "resumed?": [{}]}):
+    if wrong := misfit(run, {"identity": {}, "facts": {}, "resumed?": [{}], "plan?": {}}):
         raise DamagedError(path, wrong, remedy)
     return run
 
@@ -233,6 +233,8 @@ class RunFolder:
         self.root = root
         self.identity: dict[str, Any] = run["identity"]
         self.format: int = run["format"]
+        self.plan: dict[str, Any] | None = run.get("plan")
+        """The quantization plan that the run began with; None in folders of 0.1.0."""
         self.facts: dict[str, Any] = run["facts"]
         self.latest_facts: dict[str, Any] = [run["facts"], *run.get("resumed", [])][-1]
         """Of the call that last continued the run."""
@@ -250,13 +252,14 @@ class RunFolder:
         identity: Mapping[str, Any],
         recipe_text: str = "",
         facts: Mapping[str, Any] | None = None,
+        plan: Mapping[str, Any] | None = None,
     ) -> "RunFolder":
         """The folder of the run with this identity, new or to be continued, locked until it is closed."""
         root = Path(path)
         _check_ours(root)
         with explained(root):
             root.mkdir(parents=True, exist_ok=True)
-        record = {"format": FORMAT, "identity": identity, "facts": facts or {}}
+        record = {"format": FORMAT, "identity": identity, "facts": facts or {}} | ({"plan": plan} if plan else {})
         asked = json.loads(json.dumps(record, default=str))  # a path among the facts
         lock = _lock(root)
         try:

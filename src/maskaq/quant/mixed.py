@@ -1,0 +1,113 @@
+"""Mixed precision: the width of each layer's weights, chosen for an average by how much every width costs.
+
+A layer's weights are quantized alone, at each width, and the predictions compared with the teacher's on synthetic
+images. Bits then go where they save most, one layer at a time, until the average is reached.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.progress import Progress
+from maskaq.quant.kinds import layers
+from maskaq.quant.layers import QuantWeightMixin
+from maskaq.quant.plan import QuantPlan
+from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.recipe.schema import Quantization
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+"""Widths to choose from."""
+
+Costs = dict[str, dict[int, float]]
+"""Weight site -> width -> mean KL(P || P with these weights quantized)."""
+
+
+def choose_bits(
+    teacher: nn.Module,
+    plan: QuantPlan,
+    scheme: Quantization,
+    average: float,
+    images: Tensor,
+    progress: Progress | None = None,
+) -> QuantPlan:
+    """The plan with other widths for weights: at most `average` bits over all weights that the plan quantizes.
+
+    Sites that a rule or `first_last` gives other bits than the rest keep them, and count.
+    """
+    usual = _usual_bits(plan)
+    sizes = {f"{name}.weight": m.weight.numel() for name, (m, _) in layers(teacher).items() if hasattr(m, "weight")}  # type: ignore[operator]
+    weights = [site.name for site in plan if site.role == "weight"]
+    free = [name for name in weights if plan.sites[name].bits == usual]
+    budget = average * sum(sizes[name] for name in weights)
+    budget -= sum(plan.sites[name].bits * sizes[name] for name in weights if name not in free)
+    costs = measure_costs(teacher, plan, scheme, free, images, progress)
+    return plan.with_bits(allocate(costs, sizes, budget))
+
+
+def _usual_bits(plan: QuantPlan) -> int:
+    widths = [site.bits for site in plan if site.role == "weight"]
+    return max(set(widths), key=widths.count)
+
+
+@torch.no_grad()
+def measure_costs(
+    teacher: nn.Module,
+    plan: QuantPlan,
+    scheme: Quantization,
+    sites: list[str],
+    images: Tensor,
+    progress: Progress | None = None,
+) -> Costs:
+    """What each width of each site's weights costs alone."""
+    progress = progress or Progress()
+    progress.stage("measure layers for mixed precision", len(WIDTHS) * len(sites) * len(images))
+    expected = teacher(images).double().log_softmax(dim=1)
+    costs: Costs = {name: {} for name in sites}
+    for bits in WIDTHS:
+        alone = QuantPlan({name: plan.with_bits({name: bits}).sites[name] for name in sites})
+        student = quantized_twin(teacher, scheme, alone)
+        init_ranges_(student, images[:1], scheme)
+        for name in sites:
+            with _only(student, teacher, name.removesuffix(".weight")):
+                found = student(images).double().log_softmax(dim=1)
+            costs[name][bits] = F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
+            progress.advance(len(images))
+    return costs
+
+
+@contextmanager
+def _only(student: nn.Module, teacher: nn.Module, layer: str) -> Iterator[None]:
+    """Inside, the weights of one layer are quantized and all others are the teacher's."""
+    others = {n: m for n, m in student.named_modules() if isinstance(m, QuantWeightMixin) and n != layer}
+    try:
+        for name, module in others.items():
+            module.held_weight = teacher.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
+        yield
+    finally:
+        for module in others.values():
+            module.held_weight = None
+
+
+def allocate(costs: Costs, sizes: dict[str, int], budget: float) -> dict[str, int]:
+    """Site -> width: from the smallest width up, always the step that saves most cost for its bits, within the budget.
+
+    >>> allocate({"a": {2: 9.0, 4: 1.0}, "b": {2: 2.0, 4: 1.0}}, {"a": 10, "b": 10}, budget=60)
+    {'a': 4, 'b': 2}
+    """
+    chosen = dict.fromkeys(costs, min(WIDTHS))
+    left = budget - sum(bits * sizes[name] for name, bits in chosen.items())
+    while True:
+        steps = [
+            ((costs[name][chosen[name]] - costs[name][wider]) / ((wider - chosen[name]) * sizes[name]), name, wider)
+            for name in costs
+            for wider in costs[name]
+            if wider > chosen[name] and (wider - chosen[name]) * sizes[name] <= left
+        ]
+        if not steps:
+            return chosen
+        _, name, wider = max(steps)
+        left -= (wider - chosen[name]) * sizes[name]
+        chosen[name] = wider

@@ -1,0 +1,121 @@
+"""The quantization plan: every tensor that is quantized, at how many bits, by which quantizer. One list decides.
+
+A plan is built from a recipe: its bits and quantizers hold for every site, then its rules are applied in order, and the
+last rule that matches a site wins. The student, its ranges, the saved model, exports and reports follow the plan.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from maskaq.errors import RecipeError, unknown
+from maskaq.models import Matmul, geometry
+from maskaq.quant.deployed import CodedWeight, FixedGrid
+from maskaq.quant.kinds import kind_of
+from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.site import Site
+from maskaq.recipe.schema import Bits, Quantization, Rule
+from maskaq.storage.files import misfit
+
+
+@dataclass(frozen=True)
+class QuantPlan:
+    """Site name -> site, in the model's order. A tensor that has no site stays in float."""
+
+    sites: Mapping[str, Site] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites.values())
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def get(self, layer: str, slot: str) -> Site | None:
+        return self.sites.get(f"{layer}.{slot}")
+
+    def with_bits(self, bits: Mapping[str, int]) -> "QuantPlan":
+        """The plan with other bits at some of its sites."""
+        return QuantPlan({n: replace(site, bits=bits.get(n, site.bits)) for n, site in self.sites.items()})
+
+    def with_range(self, method: str) -> "QuantPlan":
+        """The plan with one way to find every first range."""
+        return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Site name -> its settings, in JSON's own types."""
+        return {site.name: {key: value for key, value in asdict(site).items() if key != "name"} for site in self}
+
+    @classmethod
+    def from_dict(cls, rows: Any) -> "QuantPlan":
+        """What `to_dict` gave; RecipeError for anything else."""
+        form = {"role": str, "bits": int, "channels?": int, "quantizer": str, "range": str}
+        names = {field.name for field in fields(Site)} - {"name"}
+        if wrong := misfit(rows, {"*": form}, "plan"):
+            raise RecipeError(f"the quantization plan is not one of maskaq's: {wrong}")
+        if odd := next((name for name, row in rows.items() if row.keys() != names), None):
+            raise RecipeError(f"the quantization plan is not one of maskaq's: plan.{odd}: expected {sorted(names)}")
+        return cls({name: Site(name=name, **row) for name, row in rows.items()})
+
+
+def plan_of(model: nn.Module) -> QuantPlan | None:
+    """The plan that a student or a deployed model was built from; None where a saved model of 0.1 does not tell it."""
+    found: dict[str, Site] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        for slot in kind.slots if kind is not None else ():
+            part = kind.part(module, slot)  # type: ignore[union-attr]
+            if isinstance(part, Quantizer | FixedGrid | CodedWeight):
+                if part.site is None:
+                    return None
+                found[f"{name}.{slot}"] = part.site
+    return QuantPlan(found)
+
+
+def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
+    """The plan of a recipe for an exposed model."""
+    bits = Bits.parse(scheme.bits)
+    sites: dict[str, Site] = {}
+    for name, module in teacher.named_modules():
+        kind = kind_of(module)
+        for index, slot in enumerate(kind.slots if kind is not None else ()):
+            if slot == "weight":
+                channels = len(module.weight)  # type: ignore[arg-type]
+                site = Site(f"{name}.{slot}", "weight", bits.weight, True, channels, scheme.weight, scheme.weight_range)
+            elif slot == "input" and name in geometry(teacher).first:
+                continue  # the image itself is never quantized
+            else:
+                signed = module.signed[index] if isinstance(module, Matmul) else True
+                site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
+                site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
+            sites[site.name] = site
+    return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule)))
+
+
+def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
+    """`first_last` as rules: the patch embedding and the classifier."""
+    if scheme.first_last == "same":
+        return []
+    facts = geometry(teacher)
+    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*facts.first, *facts.last)]
+
+
+def _ruled(sites: dict[str, Site], rules: Iterable[Rule]) -> dict[str, Site]:
+    in_float: set[str] = set()
+    for rule in rules:
+        matched = [name for name in sites if fnmatchcase(name, rule.match)]
+        if not matched:
+            message = unknown("site", rule.match, sites)
+            raise RecipeError(f"quantization.rule: nothing matches. {message[:400]} ... (`maskaq inspect` prints all)")
+        for name in matched:
+            changes: dict[str, Any] = {"quantizer": rule.quantizer, "range": rule.range}
+            if rule.bits:
+                in_float.discard(name)
+                if rule.bits == "float":
+                    in_float.add(name)
+                else:
+                    changes["bits"] = int(rule.bits)
+            sites[name] = replace(sites[name], **{key: value for key, value in changes.items() if value})
+    return {name: site for name, site in sites.items() if name not in in_float}

@@ -1,0 +1,37 @@
+"""A site: one tensor of the model that is quantized, and how."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["weight", "activation"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One tensor of the model, and how it is quantized."""
+
+    name: str
+    """Module path and slot: `blocks.0.mlp.fc1.weight` or `.input`; `.a` and `.b` are the operands of a product."""
+    role: Role
+    bits: int
+    signed: bool
+    """Whether the values can be negative; said by the architecture, never guessed from data."""
+    channels: int | None = None
+    """One range for each slice along the first axis; None: one range for the whole tensor."""
+    quantizer: str = ""
+    """Name of the quantizer, as `maskaq list quantizers` prints it."""
+    range: str = "minmax"
+    """How its first range is found: a method of `maskaq.quant.ranges`."""
+
+    @property
+    def layer(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def slot(self) -> str:
+        """`weight`, `input`, `a` or `b`."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def granularity(self) -> str:
+        return "channel" if self.channels else "tensor"

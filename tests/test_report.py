@@ -255,6 +255,22 @@ def test_a_file_of_the_users_is_not_written_over(own, tmp_path, mine, other):
         assert results.write_report(own, out=tmp_path / "page.html", device="cpu").exists()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Notes: this page was made by maskaq report, see below.\n",
+        "\n<!-- made by maskaq report -->\n",
+        "# Mine\n<!-- made by maskaq report -->\n",
+        "<!DOCTYPE html>\n<html>\n<!-- made by maskaq report -->\n",
+        "I compared it with <title>deit · maskaq</title>\n",
+    ],
+)
+def test_a_file_that_only_speaks_of_a_report_is_the_users(text):
+    from maskaq.report import page
+
+    assert not page.is_ours(text.encode())
+
+
 def test_a_page_of_several_runs_writes_over_no_file_either(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("compare.html").write_text("mine")

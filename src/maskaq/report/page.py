@@ -3,6 +3,7 @@
 import base64
 import html as markup
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,15 +50,18 @@ def html(records: Sequence[Record]) -> str:
 
 
 MADE_BY = "made by maskaq report"
-"""In the first lines of page and Markdown: such a file may be written anew."""
-_MADE_BY_0_1_0 = b"\xc2\xb7 maskaq</title>"
+"""In a comment that Markdown begins with, and the page after its doctype: such a file may be written anew."""
+_OURS = re.compile(rf"(<!DOCTYPE html>\n)?<!-- {MADE_BY} -->\n".encode())
+_OURS_0_1_0 = re.compile(
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n(<meta [^>]*>\n)*<title>[^<]* \N{MIDDLE DOT} maskaq</title>\n'.encode()
+)
 UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, jinja2.TemplateError)
 """What a page raises for records that somebody edited."""
 
 
 def is_ours(file: bytes) -> bool:
-    """Whether a file is a page or a Markdown file of an earlier report."""
-    return MADE_BY.encode() in file[:100] or _MADE_BY_0_1_0 in file[:1000]
+    """Whether a file that begins so is a page or a Markdown file of an earlier report; one that speaks of it is not."""
+    return bool(_OURS.match(file) or _OURS_0_1_0.match(file))
 
 
 def markdown(records: Sequence[Record]) -> str:

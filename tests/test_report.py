@@ -420,6 +420,43 @@ def test_nothing_that_a_run_folder_says_is_markup_in_the_markdown(own, vit):
         assert all(len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1 for table in tables)
 
 
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_no_end_of_a_line_leaves_code_in_markdown(end):
+    from maskaq.report import page
+
+    for text in (f"a{end}# top", f"a{end}"):
+        for written in (page.code(text), page.block(text)):
+            assert len(written.splitlines()) == 1 and "`" not in written
+    assert page.code("a b") == "`a b`" and page.block("a b") == "```\na b\n```"
+
+
+def test_no_name_is_markup_in_a_chart(own, vit):
+    from maskaq.report import charts
+
+    name = "<a href='x'>a</a><br>&"
+    odd = own.rename(own.with_name(name.replace("/", "")))
+    records = [Record(RunFolder.read(folder), collect.read(RunFolder.read(folder))) for folder in (odd, vit)]
+    facts = records[0].facts
+    facts["sites"][0]["site"] = facts["sizes"][0]["name"] = facts["sensitivity"][1]["layer"] = name
+    facts["attention"]["layers"][0]["name"] = name
+    stages = charts.curves(records)
+    drawn = [
+        *stages["synthesis"],
+        *stages["calibration"],
+        *charts.distances(records),
+        *charts.layers(records[0]).values(),
+    ]
+    shown = [
+        text
+        for chart in drawn
+        for trace in chart.figure["data"]
+        for text in (trace.get("name"), *trace.get("text", ()), *trace.get("x", ()))
+        if isinstance(text, str)
+    ]
+    assert not [text for text in shown if "<" in text]
+    assert sum("&lt;br&gt;&amp;" in text for text in shown) >= len(stages["synthesis"]) + 4
+
+
 @pytest.mark.parametrize(("every", "words"), [(0, "3 steps<"), (2, "refreshed once"), (1, "refreshed 3 times")])
 def test_a_page_tells_how_often_the_images_were_refreshed(tmp_path, every, words):
     html, _ = read_page(make(tmp_path, "vit", f"refresh.every={every}"))

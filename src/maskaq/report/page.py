@@ -186,12 +186,23 @@ def inline(text: Any) -> str:
 
 def code(text: Any) -> "Markup":
     """Code in a line of Markdown: between backticks where nothing in it could end or break them."""
-    return Markup(f"<code>{inline(text)}</code>" if set(str(text)) & set("`<|\n") else f"`{text}`")
+    plain = str(text)
+    return Markup(
+        f"`{plain}`" if _is_one_line(plain) and not set(plain) & set("`<|") else f"<code>{inline(plain)}</code>"
+    )
 
 
 def block(text: Any) -> "Markup":
     """Code in lines of its own."""
-    return Markup(f"<pre>{_text(text)}</pre>" if set(str(text)) & set("`<\n") else f"```\n{text}\n```")
+    plain = str(text)
+    return Markup(
+        f"```\n{plain}\n```" if _is_one_line(plain) and not set(plain) & set("`<") else f"<pre>{_text(plain)}</pre>"
+    )
+
+
+def _is_one_line(text: str) -> bool:
+    """Not empty, and without any of the characters that end a line, of which \\n is one among many."""
+    return text.splitlines() == [text]
 
 
 def _text(text: Any) -> str:

@@ -457,6 +457,12 @@ def test_no_name_is_markup_in_a_chart(own, vit):
     assert sum("&lt;br&gt;&amp;" in text for text in shown) >= len(stages["synthesis"]) + 4
 
 
+def test_the_markdown_says_what_its_time_and_its_tables_are_of(vit):
+    _, markdown = read_page(vit)
+    assert "sites and the most sensitive layers<" in markdown
+    assert re.search(r"^\| time of synthesis and calibration \| .* on cpu", markdown, flags=re.M)
+
+
 @pytest.mark.parametrize(("every", "words"), [(0, "3 steps<"), (2, "refreshed once"), (1, "refreshed 3 times")])
 def test_a_page_tells_how_often_the_images_were_refreshed(tmp_path, every, words):
     html, _ = read_page(make(tmp_path, "vit", f"refresh.every={every}"))

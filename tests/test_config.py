@@ -38,7 +38,7 @@ OVERRIDES = (
     "synthesis.roll=0.1",
     "synthesis.mask.drop=0",
     "synthesis.mask.keep_at_least=3",
-    "synthesis.terms.total_variation=1e22",
+    "synthesis.terms.total_variation=1e-22",
     "synthesis.terms.my_own=-2",
     "calibration.optimizer=adamw",
     "calibration.augment.crop=[0.5, 1]",
@@ -304,6 +304,17 @@ def test_every_number_has_a_lower_limit_and_takes_its_limits_but_nothing_beyond(
             load_recipe("paper", *room, f"{key}={hint(limit)!r}")
             message = message_of("paper", f"{key}={hint(beyond)!r}")
             assert message.startswith(f"{key}: expected a number") and str(limit) in message
+
+
+@pytest.mark.parametrize("key", [key for key, _, _, hint in NUMBERS if hint is float])
+def test_every_float_has_an_upper_limit(key):
+    assert message_of("paper", f"{key}=1e308").startswith(f"{key}: expected a number from")
+
+
+@pytest.mark.parametrize("weight", ["1e308", "-1e308", "1e10"])
+@pytest.mark.parametrize("key", ["synthesis.terms.class_prior", "calibration.terms.logit_kl"])
+def test_the_weight_of_a_term_has_limits(key, weight):
+    assert message_of("paper", f"{key}={weight}").startswith(f"{key}: expected a number from")
 
 
 CHOICES = [(key, spec.metadata["choices"]) for key, spec, _ in fields_of(Recipe) if spec.metadata["choices"]]

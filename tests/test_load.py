@@ -52,6 +52,10 @@ def message(action, *args, kind=CheckpointError):
     return str(caught.value)
 
 
+def headless(model):
+    return {key: value for key, value in model.state_dict().items() if not key.startswith("head")}
+
+
 # --- round trips -------------------------------------------------------------------------------------------------
 
 
@@ -704,3 +708,41 @@ def test_answers(monkeypatch):
     assert not load._answers("https://no-such-host.invalid", seconds=0.5)
     monkeypatch.setattr(load, "getproxies", lambda: {"https": "http://proxy"})
     assert load._answers("https://no-such-host.invalid")
+
+
+# --- geometry that was asked for, and what goes to the wrong place -------------------------------------------------
+
+
+def test_a_swin_file_with_cut_windows_gets_a_size_that_has_them(tmp_path):
+    args = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 3, 4)}
+    path = saved(timm.create_model(SWIN, img_size=112, **args), tmp_path / "w.pth")
+    assert load._windows(read_checkpoint(path)) == [7, 7, 7, 3]
+    text = message(load_model, SWIN, path, args)
+    assert "112" in text and "224 is the usual" not in text and "N or HxW" in text
+    built = load_model(SWIN, path, {**args, "img_size": 112})
+    assert load._windows(built.state_dict()) == [7, 7, 7, 3]
+
+
+def test_the_size_that_windows_suggest_has_them(windows, number):
+    shape = load.load_shape(SWIN)
+    assert re.findall(r"\d+(?: to \d+)?", load._usual(shape, windows)) == ([number] if number else [])
+
+
+def test_tables_that_are_resized_because_another_geometry_was_asked_for_are_told_once(tmp_path, caplog, recwarn):
+    path = saved(swin(), tmp_path / "w.pth")
+    with caplog.at_level("WARNING", "maskaq"):
+        load_model(SWIN, path, {**SWIN_ARGS, "window_size": 4})
+        assert not caplog.messages
+        load_model(SWIN, path, {**SWIN_ARGS, "img_size": 64, "window_size": 7})
+    (note,) = caplog.messages
+    assert "relative_position_bias_table from 49 x 2 to 169 x 2" in note and "49 x 4 to 169 x 4" in note
+    assert str(path) in note and "\n" not in note
+    assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
+
+
+def test_a_position_embedding_that_is_resized_is_told(tmp_path, caplog):
+    path = saved(vit(), tmp_path / "w.pth")
+    with caplog.at_level("WARNING", "maskaq"):
+        load_model("test_vit", path, {"img_size": 224})
+    (note,) = caplog.messages
+    assert "pos_embed from 1 x 101 x 64 to 1 x 197 x 64" in note

@@ -5,10 +5,12 @@ filled in with random numbers. Pickled files are read with ``weights_only=True``
 """
 
 import json
+import logging
 import os
 import re
 import socket
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +43,8 @@ from maskaq.models import (
     swin,
     vit,
 )
+
+_log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
 Numbers = float | Sequence[float]
@@ -632,14 +636,31 @@ def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) ->
 def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
     """The message for a Swin's file that does not tell its image size."""
     windows = [size for size in _windows(state) if size]
-    usual = max(windows, default=7) * _reduction(model, len(windows) - 1)[0]
     fitting = _fitting_names(state, model.state_dict(), name)
     other = f" The file has the shapes of {' or '.join(fitting)}." if fitting else ""
     return (
         f"{path}: expected the windows of {name!r} at {_short_size(_size_of(model) or (0, 0))} pixels, found others "
         f"({', '.join(map(str, windows))} patches wide), and nothing in the file tells its image size. Give it with "
-        f"--img-size N (or model_args={{'img_size': N}}); {usual} is the usual one for these windows.{other}"
+        f"--img-size N or HxW (or model_args={{'img_size': N}}){_usual(model, windows)}.{other}"
     )
+
+
+def _usual(model: nn.Module, windows: list[int]) -> str:
+    """The image sizes that timm gives such windows at, as the end of a sentence; empty if there are none."""
+    largest, unit = max(windows, default=0), _reduction(model, 0)[0]
+    if not windows:
+        return ""
+    if set(windows) == {largest}:  # the last stage is one window, or more of them
+        return f"; {largest * _reduction(model, len(windows) - 1)[0]} is the usual one for these windows"
+    fits = [
+        tokens
+        for tokens in range(1, LARGEST_SIDE // unit + 1)
+        if all(min(largest, tokens >> stage) == size for stage, size in enumerate(windows))
+    ]
+    filled = [tokens for tokens in fits if not any((tokens >> i) % size for i, size in enumerate(windows))]
+    if len(filled or fits) == 1:
+        return f"; {(filled or fits)[0] * unit} is the usual one for these windows"
+    return f"; images of {fits[0] * unit} to {fits[-1] * unit} pixels have such windows" if fits else ""
 
 
 def _reduction(model: Any, stage: int) -> tuple[int, int]:
@@ -761,7 +782,7 @@ class Misfit:
 def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tuple[str, ...]) -> None:
     """Puts the file's weights into the model; CheckpointError naming every key that does not fit."""
     own = model.state_dict()
-    misfit = _compare(own, state)
+    given, misfit = state, _compare(own, state)
     if misfit:
         renamed = _renamed(model, state, resizable)
         if len(second := _compare(own, renamed)) < len(misfit):
@@ -769,6 +790,19 @@ def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tupl
     if misfit:
         raise CheckpointError(_report(misfit, own, state, name, path))
     model.load_state_dict({key: state[key] for key in own}, strict=True)
+    if resized := _resized(given, state):
+        _log.warning("%s: resized to the geometry that was asked for: %s", path, ", ".join(resized))
+
+
+def _resized(given: State, state: State) -> list[str]:
+    """What was resampled, with its shape before and after: one entry for all tensors of a kind and a shape."""
+    found: dict[str, list[str]] = {}
+    for key, value in given.items():
+        if key in state and state[key].dim() == value.dim() and state[key].shape != value.shape:
+            kind = key.rpartition(".")[2] if key.endswith("relative_position_bias_table") else key
+            shapes = (" x ".join(map(str, tensor.shape)) for tensor in (value, state[key]))
+            found.setdefault(f"{kind} from {' to '.join(shapes)}", []).append(key)
+    return [text if len(keys) == 1 else f"{len(keys)} tables {text}" for text, keys in found.items()]
 
 
 def _compare(own: Mapping[str, Tensor], state: State) -> Misfit:
@@ -796,12 +830,14 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     are undone and thereby reported, but for the sizes of keys that end as one of `resizable` does.
     """
     try:
-        if isinstance(model, swin_transformer.SwinTransformer):
-            renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
-        elif isinstance(model, vision_transformer.VisionTransformer):
-            renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
-        else:
-            return state
+        with warnings.catch_warnings():  # timm's and torch's, of how they resample; that they did is told by `_fill`
+            warnings.simplefilter("ignore", UserWarning)
+            if isinstance(model, swin_transformer.SwinTransformer):
+                renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
+            elif isinstance(model, vision_transformer.VisionTransformer):
+                renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
+            else:
+                return state
     except Exception:  # a file of another family: the plain comparison says more than the filter's stumble
         return state
     kept = {key: value for key, value in state.items() if "pre_logits" in key}

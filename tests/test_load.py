@@ -746,3 +746,15 @@ def test_a_position_embedding_that_is_resized_is_told(tmp_path, caplog):
         load_model("test_vit", path, {"img_size": 224})
     (note,) = caplog.messages
     assert "pos_embed from 1 x 101 x 64 to 1 x 197 x 64" in note
+
+
+def test_mean_and_std_of_pixels_up_to_255_are_refused_with_the_ones_up_to_1(tmp_path, given, scaled):
+    path = saved(vit(), tmp_path / "w.pth")
+    text = message(partial(load_model, "test_vit", path, **given), kind=ModelError)
+    assert text.startswith(f"{next(iter(given))}: expected") and text.endswith(scaled)
+
+
+@pytest.mark.parametrize("given", [dict(mean=-1), dict(mean=2), dict(std=10), dict(mean=0, std=1 / 255)])
+def test_unusual_means_and_stds_are_taken(tmp_path, given):
+    config = data_config(load_model("test_vit", saved(vit(), tmp_path / "w.pth"), **given))
+    assert all(config[key] == (float(value),) * 3 for key, value in given.items())

@@ -68,6 +68,7 @@ RESIZED_FOR = {
     "patch_size": ("patch_embed.proj.weight",),
 }
 SHOWN = 12
+LIMITS = {"mean": (-1, 2), "std": (0, 10)}  # of pixels from 0 to 1
 LARGEST_SIDE = 4096  # pixels; the attention of a ViT/16 over one such image takes tens of gigabytes
 ADVICE = "Give the weights with --checkpoint FILE."
 
@@ -125,6 +126,13 @@ def _check_numbers(mean: Numbers | None, std: Numbers | None) -> dict[str, tuple
             kind = "finite numbers" if key == "mean" else "finite numbers above 0"
             raise ModelError(f"{key}: expected {kind}, one or one per channel, got {value!r}")
         found[key] = tuple(float(v) for v in values)  # type: ignore[arg-type]
+        low, high = LIMITS[key]
+        if not low <= min(found[key]) <= max(found[key]) <= high:
+            scaled = ",".join(f"{v / 255:.4g}" for v in found[key])
+            raise ModelError(
+                f"{key}: expected numbers from {low} to {high}, for pixels from 0 to 1, got "
+                f"{','.join(f'{v:g}' for v in found[key])}. If that is for pixels from 0 to 255, give {scaled}"
+            )
     return found
 
 

@@ -345,6 +345,12 @@ def test_a_mask_that_grows_is_refused_with_both_keys():
         Recipe(synthesis=Synthesis(mask=Mask(start=0.1, end=0.5)))
 
 
+@pytest.mark.parametrize("override", [5, None, {"synthesis": {"steps": 3}}])
+def test_an_override_that_is_no_text_is_told(override):
+    with pytest.raises(RecipeError, match="overrides: expected texts"):
+        load_recipe("demo", override)
+
+
 @pytest.mark.parametrize("text", ["", "synthesis.steps", "=3", "  = 3", "synthesis.steps:3"])
 def test_a_malformed_override_is_shown_with_the_right_form(text):
     message = message_of("paper", text)

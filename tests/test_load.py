@@ -758,3 +758,12 @@ def test_mean_and_std_of_pixels_up_to_255_are_refused_with_the_ones_up_to_1(tmp_
 def test_unusual_means_and_stds_are_taken(tmp_path, given):
     config = data_config(load_model("test_vit", saved(vit(), tmp_path / "w.pth"), **given))
     assert all(config[key] == (float(value),) * 3 for key, value in given.items())
+
+
+def test_a_weights_file_in_place_of_a_name_is_sent_to_checkpoint(file):
+    text = message(load_model, file, kind=ModelError)
+    assert f"--checkpoint {file}" in text and "unknown model" not in text
+
+
+def test_arguments_of_a_wrong_kind_are_told(arguments, kind, words):
+    assert re.search(words, message(load_model, *arguments, kind=kind))

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import threading
 import warnings
@@ -87,6 +88,8 @@ def load_model(
     does not know, or a pretrained model that cannot be quantized (before it is downloaded), CheckpointError for
     weights that cannot be had or do not fit.
     """
+    if checkpoint is not None and not isinstance(checkpoint, str | Path):
+        raise CheckpointError(f"checkpoint: expected the path of a weights file, got {checkpoint!r}")
     args = _checked_args(model_args or {})
     if name in zoo.embedded_names():
         if checkpoint is not None or args or mean is not None or std is not None:
@@ -238,8 +241,20 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def _check_name(name: str) -> None:
     """ModelError with the nearest names unless timm has this one."""
+    if not isinstance(name, str):
+        raise ModelError(f"model: expected the name of a model such as deit_tiny_patch16_224, got {name!r}")
+    if name.lower().endswith(SUFFIXES):
+        raise ModelError(weights_in_place_of_name(name))
     if not timm.is_model(name):
         raise ModelError(f"{unknown('model', name, _near(name))}, ... (`maskaq list models` prints every name)")
+
+
+def weights_in_place_of_name(file: str) -> str:
+    """The message for a weights file where a model is named."""
+    return (
+        f"{file} is a weights file: expected the name of a model (`maskaq list models`); weights go to --checkpoint, "
+        f"as in MODEL --checkpoint {shlex.quote(file)}"
+    )
 
 
 def _near(name: str) -> list[str]:
@@ -255,6 +270,8 @@ def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
 
     ModelError for one that chooses weights.
     """
+    if not isinstance(args, Mapping):
+        raise ModelError(f"model_args: expected a dict such as {{'num_classes': 10}}, got {args!r}")
     for key in RESERVED:
         if key in args:
             raise ModelError(f"model argument {key!r} cannot be set: it chooses weights. {ADVICE}")

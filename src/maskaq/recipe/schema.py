@@ -268,6 +268,8 @@ def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None 
         _merge(tree, layer)
     try:
         for text in overrides:
+            if not isinstance(text, str):
+                raise RecipeError(f"overrides: expected texts such as 'synthesis.steps=500', got {text!r}")
             _merge(tree, _parse_override(text))
         if bits is not None:
             _merge(tree, {"quantization": {"bits": str(bits).strip().lower()}})

@@ -813,7 +813,7 @@ def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tupl
         if len(second := _compare(own, renamed)) < len(misfit):
             state, misfit = renamed, second
     if misfit:
-        raise CheckpointError(_report(misfit, own, state, name, path))
+        raise CheckpointError(_report(misfit, own, state, name, path, _names(model, "classifier")))
     model.load_state_dict({key: state[key] for key in own}, strict=True)
     if resized := _resized(given, state):
         _log.warning("%s: resized to the geometry that was asked for: %s", path, ", ".join(resized))
@@ -872,8 +872,16 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     return {**renamed, **kept}
 
 
-def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, path: Path) -> str:
+def _report(
+    misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, path: Path, classifiers: Sequence[str]
+) -> str:
     """The message for weights that do not fit: every kind of difference with its keys, then what to do."""
+    heads = [key for key in own if key.rpartition(".")[0] in classifiers]
+    headless = bool(heads) and set(heads) <= set(misfit.missing) and _looks_like(state) == _looks_like(own) != ""
+    headless &= not any(re.match(r"(head|heads|fc|classifier)\.", key) for key in misfit.unexpected)  # by another name
+    lacks = f"this file has no classifier (no {heads[0]}), and maskaq needs one" if headless else ""
+    if headless and len(misfit) == len(heads):
+        return f"{path}: {lacks}. {_with_classifier(name)}"
     lines = [f"{path}: the weights do not fit the model {name!r}."]
     for title, keys in (
         ("missing in the file", misfit.missing),
@@ -884,14 +892,18 @@ def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, 
             lines.append(f"{len(keys)} {title}:")
             lines += [f"  {key}" for key in keys[:SHOWN]]
             lines += [f"  ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    if headless:
+        lines.append(f"{lacks[0].upper()}{lacks[1:]}. {_with_classifier(name)}")
     theirs = _looks_like(state)
     if theirs and theirs != _looks_like(own):
         lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")
     fitting = _fitting_names(state, own, name)
     if fitting:
         lines.append(f"The file has the shapes of {' or '.join(fitting)}.")
-    elif theirs == _looks_like(own):
-        lines.append("Check the model name, or pass --img-size N or --model-arg KEY=VALUE (such as num_classes).")
+    elif theirs == _looks_like(own) and not headless:
+        lines.append(
+            "Check the model name, or pass --img-size N or HxW, or --model-arg KEY=VALUE (such as num_classes)."
+        )
     return "\n".join(lines)
 
 

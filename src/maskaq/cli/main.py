@@ -340,6 +340,8 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
 
 def _path(text: str) -> str:
     """A path that the system can look up, whether something is there or not."""
+    if not text:  # Python takes it for the working directory, or for no option at all
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
     try:
         os.lstat(text)
     except ValueError as error:  # a NUL character

@@ -180,6 +180,22 @@ def test_list_recipes_prints_whole_sentences_and_list_keys_whole_columns(call):
     assert len(columns) == 1
 
 
+@pytest.mark.parametrize(
+    ("what", "pattern", "there"),
+    [
+        ("models", "swin_t*", "swin_tiny_patch4_window7_224"),
+        ("models", "cifar10_*", "cifar10_vit"),
+        ("keys", "refresh.*", "refresh.every"),
+        ("recipes", "q*", "quick"),
+    ],
+)
+def test_a_pattern_lists_the_names_that_match_it(call, what, pattern, there):
+    code, out, err = call("list", what, pattern)
+    names = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert code == 0 and not err and there in names
+    assert all(name.startswith(pattern.rstrip("*")) for name in names)
+
+
 def test_a_list_cut_short_by_its_reader_is_no_error():
     script = f"{sys.executable} -m maskaq list keys | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)

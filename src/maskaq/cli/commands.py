@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -340,7 +341,7 @@ def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
         lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
-        lines += [f"{name}  {_weights_of(name)}" for name in supported_names()]
+        lines += [f"{name}  {_weights_of(name)}" for name in supported_names() if fnmatchcase(name, args.pattern)]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
         lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
@@ -353,6 +354,11 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
         keys = list(describe_keys())
         width = 2 + max(len(default) for _, default, _ in keys)
         lines = [f"{key:42}{default:{width}}{doc}" for key, default, doc in keys]
+    lines = [line for line in lines if fnmatchcase(line.split()[0], args.pattern)]
+    if not lines:
+        raise MaskaqError(
+            f"no name in `maskaq list {args.what}` matches {args.pattern!r}: expected a pattern such as 'swin*'"
+        )
     for line in lines:
         print(line)
     sys.stdout.flush()

@@ -498,6 +498,28 @@ MISTAKES = {
         lambda f, p: change(f, p / "run", VIT, "vit_tiny_patch16_244"),
         ["unknown model 'vit_tiny_patch16_244'", "Did you mean 'vit_tiny_patch16_224'?", "maskaq list models"],
     ),
+    "weights in place of a name": (
+        lambda f, p: change(f, p / "run", VIT, weights(f)),
+        ["vit.safetensors is a weights file", "--checkpoint"],
+    ),
+    "weights in place of a name to inspect": (
+        lambda f, p: ["inspect", weights(f)],
+        ["is a weights file", "--checkpoint"],
+    ),
+    "weights in place of a name to evaluate": (
+        lambda f, p: ["evaluate", weights(f), "--data", str(f / "data")],
+        ["is a weights file", "--checkpoint"],
+    ),
+    "pooling by attention": (
+        lambda f, p: ["quantize", "vit_base_patch16_siglip_224", "--out", str(p / "run")],
+        ["pools its patches by attention"],
+    ),
+    "mean of pixels to 255": (
+        lambda f, p: [*quantize(f, p / "run"), "--mean", "127.5", "--std", "127.5"],
+        ["mean: expected numbers from -1 to 2", "0.5"],
+    ),
+    "std of pixels to 255": (lambda f, p: ["inspect", VIT, "--std", "51"], ["std: expected numbers from", "0.2"]),
+    "a list of nothing": (lambda f, p: ["list", "models", "swine*"], ["'swine*'"]),
     "unsupported model": (
         lambda f, p: ["quantize", "resnet18", "--out", str(p / "run")],
         ["ResNet is not a supported model. Supported: "],
@@ -995,3 +1017,13 @@ def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call,
     monkeypatch.setattr("maskaq.cli.commands.inspect", allocate)
     code, _, err = call("inspect", "cifar10_vit")
     assert code == 1 and err.startswith("error: out of memory: lower --batch, or in a recipe synthesis.images")
+
+
+@pytest.mark.parametrize("kind", [draw.ProgressBar, draw.ProgressLines])
+def test_progress_survives_an_advance_before_any_stage(kind):
+    out = io.StringIO()
+    with kind(Console(file=out, width=140)) as progress:
+        progress.advance(3, loss=1.0)
+        progress.stage("make", 4)
+        progress.advance(4)
+    assert "make" in out.getvalue() and "3" not in out.getvalue().split("make")[0]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -1027,3 +1028,11 @@ def test_progress_survives_an_advance_before_any_stage(kind):
         progress.stage("make", 4)
         progress.advance(4)
     assert "make" in out.getvalue() and "3" not in out.getvalue().split("make")[0]
+
+
+@pytest.mark.parametrize(("agreement", "said", "lines"), [(0.75, "6 of 8 images", 4), (1.0, "8 of 8 images", 3)])
+def test_an_export_says_on_how_many_images_file_and_model_agree(agreement, said, lines):
+    facts = {"weights": 3, "sites": 4, "codes": 50, "turned": 0, "farthest": 0.0, "logits": 1e-6, "images": 8}
+    found = SimpleNamespace(**facts, agreement=agreement, correlation=0.9)
+    text = list(draw.verification(found, "ONNX Runtime", "products"))
+    assert said in text[1] and "%" not in text[1] and len(text) == lines

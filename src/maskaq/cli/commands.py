@@ -53,7 +53,8 @@ from maskaq.models import (
     refuse_zero_weights,
     supported_names,
 )
-from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
+from maskaq.models.load import SUFFIXES as WEIGHTS
+from maskaq.models.load import architecture_of, load_model, load_shape, rebuild, weights_in_place_of_name
 from maskaq.quant.inspection import inspect_deployed, inspect_model
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import Recipe, describe_keys, load_recipe, shipped_recipes
@@ -163,6 +164,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     is_saved = not is_run and is_pretrained(path)
     if is_run or is_saved:
         args.model = str(path)  # without a trailing slash
+    elif path.suffix.lower() in WEIGHTS:
+        raise ModelError(weights_in_place_of_name(args.model))
     elif os.path.exists(path):
         raise ModelError(
             f"{path} is neither a run folder (it has no run.json) nor a saved model (no config.json) nor a model name"

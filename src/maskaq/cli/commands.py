@@ -360,7 +360,7 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
     lines = [line for line in lines if fnmatchcase(line.split()[0], args.pattern)]
     if not lines:
         raise MaskaqError(
-            f"no name in `maskaq list {args.what}` matches {args.pattern!r}: expected a pattern such as 'swin*'"
+            f"no name in `maskaq list {args.what}` matches {args.pattern!r}: expected a pattern such as '*tiny*'"
         )
     for line in lines:
         print(line)

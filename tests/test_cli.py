@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -178,6 +179,22 @@ def test_list_recipes_prints_whole_sentences_and_list_keys_whole_columns(call):
     lines = call("list", "keys")[1].splitlines()
     columns = {line.index(f"  {doc}") for line, (_, _, doc) in zip(lines, describe_keys(), strict=True) if doc}
     assert len(columns) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern", "there"),
+    [
+        ("models", "swin_t*", "swin_tiny_patch4_window7_224"),
+        ("models", "cifar10_*", "cifar10_vit"),
+        ("keys", "refresh.*", "refresh.every"),
+        ("recipes", "q*", "quick"),
+    ],
+)
+def test_a_pattern_lists_the_names_that_match_it(call, what, pattern, there):
+    code, out, err = call("list", what, pattern)
+    names = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert code == 0 and not err and there in names
+    assert all(name.startswith(pattern.rstrip("*")) for name in names)
 
 
 def test_a_list_cut_short_by_its_reader_is_no_error():
@@ -482,6 +499,28 @@ MISTAKES = {
         lambda f, p: change(f, p / "run", VIT, "vit_tiny_patch16_244"),
         ["unknown model 'vit_tiny_patch16_244'", "Did you mean 'vit_tiny_patch16_224'?", "maskaq list models"],
     ),
+    "weights in place of a name": (
+        lambda f, p: change(f, p / "run", VIT, weights(f)),
+        ["vit.safetensors is a weights file", "--checkpoint"],
+    ),
+    "weights in place of a name to inspect": (
+        lambda f, p: ["inspect", weights(f)],
+        ["is a weights file", "--checkpoint"],
+    ),
+    "weights in place of a name to evaluate": (
+        lambda f, p: ["evaluate", weights(f), "--data", str(f / "data")],
+        ["is a weights file", "--checkpoint"],
+    ),
+    "pooling by attention": (
+        lambda f, p: ["quantize", "vit_base_patch16_siglip_224", "--out", str(p / "run")],
+        ["pools its patches by attention"],
+    ),
+    "mean of pixels to 255": (
+        lambda f, p: [*quantize(f, p / "run"), "--mean", "127.5", "--std", "127.5"],
+        ["mean: expected numbers from -1 to 2", "0.5"],
+    ),
+    "std of pixels to 255": (lambda f, p: ["inspect", VIT, "--std", "51"], ["std: expected numbers from", "0.2"]),
+    "a list of nothing": (lambda f, p: ["list", "models", "swine*"], ["'swine*'"]),
     "unsupported model": (
         lambda f, p: ["quantize", "resnet18", "--out", str(p / "run")],
         ["ResNet is not a supported model. Supported: "],
@@ -664,6 +703,12 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
         (["evaluate", "x", "--data", "y", "--json", "n" * 250], "cannot be written: File name too long"),
         (["report", "RUN", "-o", "/dev/null/page.html"], "/dev/null is not a folder"),
         (["demo", "--model", "resnet"], "resnet"),
+        (["quantize", "x", "--out", ""], "--out: expected a path, got an empty"),
+        (["synthesize", "x", "--out", ""], "--out: expected a path, got an empty"),
+        (["demo", "--out", ""], "--out: expected a path, got an empty"),
+        (["report", "RUN", "--out", ""], "--out: expected the name of a file to write, got an empty one"),
+        (["export", "RUN", "--output", ""], "--output: expected a path, got an empty"),
+        (["quantize", "x", "--data", ""], "--data: expected a path, got an empty"),
         (["quantize", "x", "--img-size", "large"], "--img-size: expected N or HxW"),
         (["quantize", "x", "--img-size", "1x2x3"], "--img-size"),
         (["inspect", "x", "--mean", "0.5;0.5"], "--mean: expected one number or one per channel"),
@@ -973,3 +1018,21 @@ def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call,
     monkeypatch.setattr("maskaq.cli.commands.inspect", allocate)
     code, _, err = call("inspect", "cifar10_vit")
     assert code == 1 and err.startswith("error: out of memory: lower --batch, or in a recipe synthesis.images")
+
+
+@pytest.mark.parametrize("kind", [draw.ProgressBar, draw.ProgressLines])
+def test_progress_survives_an_advance_before_any_stage(kind):
+    out = io.StringIO()
+    with kind(Console(file=out, width=140)) as progress:
+        progress.advance(3, loss=1.0)
+        progress.stage("make", 4)
+        progress.advance(4)
+    assert "make" in out.getvalue() and "3" not in out.getvalue().split("make")[0]
+
+
+@pytest.mark.parametrize(("agreement", "said", "lines"), [(0.75, "6 of 8 images", 4), (1.0, "8 of 8 images", 3)])
+def test_an_export_says_on_how_many_images_file_and_model_agree(agreement, said, lines):
+    facts = {"weights": 3, "sites": 4, "codes": 50, "turned": 0, "farthest": 0.0, "logits": 1e-6, "images": 8}
+    found = SimpleNamespace(**facts, agreement=agreement, correlation=0.9)
+    text = list(draw.verification(found, "ONNX Runtime", "products"))
+    assert said in text[1] and "%" not in text[1] and len(text) == lines

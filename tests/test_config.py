@@ -38,7 +38,7 @@ OVERRIDES = (
     "synthesis.roll=0.1",
     "synthesis.mask.drop=0",
     "synthesis.mask.keep_at_least=3",
-    "synthesis.terms.total_variation=1e22",
+    "synthesis.terms.total_variation=1e-22",
     "synthesis.terms.my_own=-2",
     "calibration.optimizer=adamw",
     "calibration.augment.crop=[0.5, 1]",
@@ -306,6 +306,17 @@ def test_every_number_has_a_lower_limit_and_takes_its_limits_but_nothing_beyond(
             assert message.startswith(f"{key}: expected a number") and str(limit) in message
 
 
+@pytest.mark.parametrize("key", [key for key, _, _, hint in NUMBERS if hint is float])
+def test_every_float_has_an_upper_limit(key):
+    assert message_of("paper", f"{key}=1e308").startswith(f"{key}: expected a number from")
+
+
+@pytest.mark.parametrize("weight", ["1e308", "-1e308", "1e10"])
+@pytest.mark.parametrize("key", ["synthesis.terms.class_prior", "calibration.terms.logit_kl"])
+def test_the_weight_of_a_term_has_limits(key, weight):
+    assert message_of("paper", f"{key}={weight}").startswith(f"{key}: expected a number from")
+
+
 CHOICES = [(key, spec.metadata["choices"]) for key, spec, _ in fields_of(Recipe) if spec.metadata["choices"]]
 
 
@@ -332,6 +343,12 @@ def test_a_mask_that_grows_is_refused_with_both_keys():
     assert "synthesis.mask.end 0.3" in message and "synthesis.mask.start 0.2" in message
     with pytest.raises(RecipeError):
         Recipe(synthesis=Synthesis(mask=Mask(start=0.1, end=0.5)))
+
+
+@pytest.mark.parametrize("override", [5, None, {"synthesis": {"steps": 3}}])
+def test_an_override_that_is_no_text_is_told(override):
+    with pytest.raises(RecipeError, match="overrides: expected texts"):
+        load_recipe("demo", override)
 
 
 @pytest.mark.parametrize("text", ["", "synthesis.steps", "=3", "  = 3", "synthesis.steps:3"])

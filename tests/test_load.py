@@ -52,6 +52,10 @@ def message(action, *args, kind=CheckpointError):
     return str(caught.value)
 
 
+def headless(model):
+    return {key: value for key, value in model.state_dict().items() if not key.startswith("head")}
+
+
 # --- round trips -------------------------------------------------------------------------------------------------
 
 
@@ -704,3 +708,104 @@ def test_answers(monkeypatch):
     assert not load._answers("https://no-such-host.invalid", seconds=0.5)
     monkeypatch.setattr(load, "getproxies", lambda: {"https": "http://proxy"})
     assert load._answers("https://no-such-host.invalid")
+
+
+# --- geometry that was asked for, and what goes to the wrong place -------------------------------------------------
+
+
+def test_a_swin_file_with_cut_windows_gets_a_size_that_has_them(tmp_path):
+    args = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 3, 4)}
+    path = saved(timm.create_model(SWIN, img_size=112, **args), tmp_path / "w.pth")
+    assert load._windows(read_checkpoint(path)) == [7, 7, 7, 3]
+    text = message(load_model, SWIN, path, args)
+    assert "112" in text and "224 is the usual" not in text and "N or HxW" in text
+    built = load_model(SWIN, path, {**args, "img_size": 112})
+    assert load._windows(built.state_dict()) == [7, 7, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("windows", "number"),
+    [
+        ([7, 7, 7, 7], "224"),
+        ([12, 12, 12, 12], "384"),
+        ([7, 7, 7, 3], "112"),
+        ([7, 7, 5, 2], "80 to 92"),
+        ([3, 7, 7, 1], ""),
+    ],
+)
+def test_the_size_that_windows_suggest_has_them(windows, number):
+    shape = load.load_shape(SWIN)
+    assert re.findall(r"\d+(?: to \d+)?", load._usual(shape, windows)) == ([number] if number else [])
+
+
+def test_tables_that_are_resized_because_another_geometry_was_asked_for_are_told_once(tmp_path, caplog, recwarn):
+    path = saved(swin(), tmp_path / "w.pth")
+    with caplog.at_level("WARNING", "maskaq"):
+        load_model(SWIN, path, {**SWIN_ARGS, "window_size": 4})
+        assert not caplog.messages
+        load_model(SWIN, path, {**SWIN_ARGS, "img_size": 64, "window_size": 7})
+    (note,) = caplog.messages
+    assert "relative_position_bias_table from 49 x 2 to 169 x 2" in note and "49 x 4 to 169 x 4" in note
+    assert str(path) in note and "\n" not in note
+    assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
+
+
+def test_a_position_embedding_that_is_resized_is_told(tmp_path, caplog):
+    path = saved(vit(), tmp_path / "w.pth")
+    with caplog.at_level("WARNING", "maskaq"):
+        load_model("test_vit", path, {"img_size": 224})
+    (note,) = caplog.messages
+    assert "pos_embed from 1 x 101 x 64 to 1 x 197 x 64" in note
+
+
+@pytest.mark.parametrize(
+    ("given", "scaled"),
+    [(dict(mean=127.5), "0.5"), (dict(mean=(123.675, 116.28, 103.53)), "0.485,0.456,0.406"), (dict(std=58.4), "0.229")],
+)
+def test_mean_and_std_of_pixels_up_to_255_are_refused_with_the_ones_up_to_1(tmp_path, given, scaled):
+    path = saved(vit(), tmp_path / "w.pth")
+    text = message(partial(load_model, "test_vit", path, **given), kind=ModelError)
+    assert text.startswith(f"{next(iter(given))}: expected") and text.endswith(scaled)
+
+
+@pytest.mark.parametrize("given", [dict(mean=-1), dict(mean=2), dict(std=10), dict(mean=0, std=1 / 255)])
+def test_unusual_means_and_stds_are_taken(tmp_path, given):
+    config = data_config(load_model("test_vit", saved(vit(), tmp_path / "w.pth"), **given))
+    assert all(config[key] == (float(value),) * 3 for key, value in given.items())
+
+
+@pytest.mark.parametrize("file", ["deit.safetensors", "/x/deit.PTH", "weights.bin"])
+def test_a_weights_file_in_place_of_a_name_is_sent_to_checkpoint(file):
+    text = message(load_model, file, kind=ModelError)
+    assert f"--checkpoint {file}" in text and "unknown model" not in text
+
+
+@pytest.mark.parametrize("name", ["test_vit", SWIN])
+def test_a_file_without_a_classifier_is_told(tmp_path, name):
+    model, args = (vit(), {}) if name == "test_vit" else (swin(), SWIN_ARGS)
+    text = message(load_model, name, saved(headless(model), tmp_path / "w.pth"), args)
+    assert "this file has no classifier" in text and "head." in text and "--checkpoint" in text and "\n" not in text
+    extra = {**headless(model), "decoder_embed.weight": torch.zeros(1)}
+    text = message(load_model, name, saved(extra, tmp_path / "w.pth"), args)
+    assert "This file has no classifier" in text and "decoder_embed.weight" in text
+
+
+def test_a_classifier_under_another_name_is_not_called_missing(tmp_path):
+    other = {**headless(vit()), "classifier.weight": torch.zeros(10, 64)}
+    text = message(load_model, "test_vit", saved(other, tmp_path / "w.pth"))
+    assert "no classifier" not in text and "classifier.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ((5,), ModelError, "got 5"),
+        ((None,), ModelError, "got None"),
+        ((Path("deit"),), ModelError, r"Path\('deit'\)"),
+        (("test_vit", 5), CheckpointError, "checkpoint: .*got 5"),
+        (("test_vit", None, 5), ModelError, "model_args: .*got 5"),
+        (("test_vit", None, "num_classes=3"), ModelError, "model_args"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_told(arguments, kind, words):
+    assert re.search(words, message(load_model, *arguments, kind=kind))

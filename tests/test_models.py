@@ -482,7 +482,7 @@ REFUSED = {
         {"embed_dim": 16, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
         "SwinTransformerV2 is not a supported model",
     ),
-    "map pooling": ("vit_base_patch16_siglip_224", SMALL, r"layer 'attn_pool' \(AttentionPoolLatent\)"),
+    "map pooling": ("vit_base_patch16_siglip_224", SMALL, r"layer 'attn_pool'.* pools .* by attention"),
     "hybrid r50": ("vit_base_r50_s16_224", SMALL, r"layer 'patch_embed.backbone\.\S+' \("),
     "eva": ("eva02_tiny_patch14_224", SMALL, "Eva is not a supported model"),
     "relative positions": ("vit_relpos_small_patch16_224", SMALL, "VisionTransformerRelPos is not a supported model"),

@@ -256,6 +256,22 @@ def test_a_file_of_the_users_is_not_written_over(own, tmp_path, mine, other):
         assert results.write_report(own, out=tmp_path / "page.html", device="cpu").exists()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Notes: this page was made by maskaq report, see below.\n",
+        "\n<!-- made by maskaq report -->\n",
+        "# Mine\n<!-- made by maskaq report -->\n",
+        "<!DOCTYPE html>\n<html>\n<!-- made by maskaq report -->\n",
+        "I compared it with <title>deit · maskaq</title>\n",
+    ],
+)
+def test_a_file_that_only_speaks_of_a_report_is_the_users(text):
+    from maskaq.report import page
+
+    assert not page.is_ours(text.encode())
+
+
 def test_a_page_of_several_runs_writes_over_no_file_either(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("compare.html").write_text("mine")
@@ -403,6 +419,49 @@ def test_nothing_that_a_run_folder_says_is_markup_in_the_markdown(own, vit):
         assert "`" not in re.sub(r"`[\w.]+`", "", markdown)  # names of settings and layers
         tables = re.findall(r"(?:^\|.*\n)+", markdown, flags=re.M)
         assert all(len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1 for table in tables)
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_no_end_of_a_line_leaves_code_in_markdown(end):
+    from maskaq.report import page
+
+    for text in (f"a{end}# top", f"a{end}"):
+        for written in (page.code(text), page.block(text)):
+            assert len(written.splitlines()) == 1 and "`" not in written
+    assert page.code("a b") == "`a b`" and page.block("a b") == "```\na b\n```"
+
+
+def test_no_name_is_markup_in_a_chart(own, vit):
+    from maskaq.report import charts
+
+    name = "<a href='x'>a</a><br>&"
+    odd = own.rename(own.with_name(name.replace("/", "")))
+    records = [Record(RunFolder.read(folder), collect.read(RunFolder.read(folder))) for folder in (odd, vit)]
+    facts = records[0].facts
+    facts["sites"][0]["site"] = facts["sizes"][0]["name"] = facts["sensitivity"][1]["layer"] = name
+    facts["attention"]["layers"][0]["name"] = name
+    stages = charts.curves(records)
+    drawn = [
+        *stages["synthesis"],
+        *stages["calibration"],
+        *charts.distances(records),
+        *charts.layers(records[0]).values(),
+    ]
+    shown = [
+        text
+        for chart in drawn
+        for trace in chart.figure["data"]
+        for text in (trace.get("name"), *trace.get("text", ()), *trace.get("x", ()))
+        if isinstance(text, str)
+    ]
+    assert not [text for text in shown if "<" in text]
+    assert sum("&lt;br&gt;&amp;" in text for text in shown) >= len(stages["synthesis"]) + 4
+
+
+def test_the_markdown_says_what_its_time_and_its_tables_are_of(vit):
+    _, markdown = read_page(vit)
+    assert "sites and the most sensitive layers<" in markdown
+    assert re.search(r"^\| time of synthesis and calibration \| .* on cpu", markdown, flags=re.M)
 
 
 @pytest.mark.parametrize(("every", "words"), [(0, "3 steps<"), (2, "refreshed once"), (1, "refreshed 3 times")])

@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ from maskaq.models import (
     refuse_zero_weights,
     supported_names,
 )
-from maskaq.models.load import architecture_of, load_model, load_shape, rebuild
+from maskaq.models.load import SUFFIXES as WEIGHTS
+from maskaq.models.load import architecture_of, load_model, load_shape, rebuild, weights_in_place_of_name
 from maskaq.quant.inspection import inspect_deployed, inspect_model
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import Recipe, describe_keys, load_recipe, shipped_recipes
@@ -70,7 +72,7 @@ _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
 
 def quantize(args: argparse.Namespace, console: Console, only_images: bool = False) -> None:
     recipe = _recipe(args)
-    args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits}"
+    args.out = args.out or f"runs/{args.model}-{recipe.quantization.bits.replace(':', '-')}"
     model_args = _model_args(args)
     model = _full_precision(args, lambda: load_model(args.model, args.checkpoint, model_args, args.mean, args.std))
     source = {
@@ -163,6 +165,8 @@ def evaluate(args: argparse.Namespace, console: Console) -> None:
     is_saved = not is_run and is_pretrained(path)
     if is_run or is_saved:
         args.model = str(path)  # without a trailing slash
+    elif path.suffix.lower() in WEIGHTS:
+        raise ModelError(weights_in_place_of_name(args.model))
     elif os.path.exists(path):
         raise ModelError(
             f"{path} is neither a run folder (it has no run.json) nor a saved model (no config.json) nor a model name"
@@ -342,7 +346,7 @@ def _write_figures(args: argparse.Namespace, device: torch.device, figures: dict
 def list_names(args: argparse.Namespace, console: Console) -> None:
     if args.what == "models":
         lines = [f"{name} (embedded)" for name in zoo.embedded_names()]
-        lines += [f"{name}  {_weights_of(name)}" for name in supported_names()]
+        lines += [f"{name}  {_weights_of(name)}" for name in supported_names() if fnmatchcase(name, args.pattern)]
     elif args.what == "recipes":
         lines = [_hanging(name, _first_comment(text)) for name, text in shipped_recipes().items()]
         lines += [_hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")]
@@ -355,6 +359,11 @@ def list_names(args: argparse.Namespace, console: Console) -> None:
         keys = list(describe_keys())
         width = 2 + max(len(default) for _, default, _ in keys)
         lines = [f"{key:42}{default:{width}}{doc}" for key, default, doc in keys]
+    lines = [line for line in lines if fnmatchcase(line.split()[0], args.pattern)]
+    if not lines:
+        raise MaskaqError(
+            f"no name in `maskaq list {args.what}` matches {args.pattern!r}: expected a pattern such as '*tiny*'"
+        )
     for line in lines:
         print(line)
     sys.stdout.flush()

@@ -231,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("list", "names that other commands take")
     sub.set_defaults(command="list_names")
     sub.add_argument("what", choices=("models", "recipes", "terms", "quantizers", "keys"))
+    sub.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="only these names, such as 'swin*'")
 
     sub = command("demo", "quantize an embedded CIFAR-10 model without data and show what was won back")
     sub.add_argument("--model", choices=("vit", "swin"), default="vit")
@@ -340,6 +341,8 @@ def _data_options(sub: argparse.ArgumentParser, required: bool) -> None:
 
 def _path(text: str) -> str:
     """A path that the system can look up, whether something is there or not."""
+    if not text:  # Python takes it for the working directory, or for no option at all
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
     try:
         os.lstat(text)
     except ValueError as error:  # a NUL character

@@ -5,10 +5,13 @@ filled in with random numbers. Pickled files are read with ``weights_only=True``
 """
 
 import json
+import logging
 import os
 import re
+import shlex
 import socket
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +45,8 @@ from maskaq.models import (
     vit,
 )
 
+_log = logging.getLogger(__name__)
+
 State = dict[str, Tensor]
 Numbers = float | Sequence[float]
 
@@ -64,6 +69,7 @@ RESIZED_FOR = {
     "patch_size": ("patch_embed.proj.weight",),
 }
 SHOWN = 12
+LIMITS = {"mean": (-1, 2), "std": (0, 10)}  # of pixels from 0 to 1
 LARGEST_SIDE = 4096  # pixels; the attention of a ViT/16 over one such image takes tens of gigabytes
 ADVICE = "Give the weights with --checkpoint FILE."
 
@@ -82,6 +88,8 @@ def load_model(
     does not know, or a pretrained model that cannot be quantized (before it is downloaded), CheckpointError for
     weights that cannot be had or do not fit.
     """
+    if checkpoint is not None and not isinstance(checkpoint, str | Path):
+        raise CheckpointError(f"checkpoint: expected the path of a weights file, got {checkpoint!r}")
     args = _checked_args(model_args or {})
     if name in zoo.embedded_names():
         if checkpoint is not None or args or mean is not None or std is not None:
@@ -121,6 +129,13 @@ def _check_numbers(mean: Numbers | None, std: Numbers | None) -> dict[str, tuple
             kind = "finite numbers" if key == "mean" else "finite numbers above 0"
             raise ModelError(f"{key}: expected {kind}, one or one per channel, got {value!r}")
         found[key] = tuple(float(v) for v in values)  # type: ignore[arg-type]
+        low, high = LIMITS[key]
+        if not low <= min(found[key]) <= max(found[key]) <= high:
+            scaled = ",".join(f"{v / 255:.4g}" for v in found[key])
+            raise ModelError(
+                f"{key}: expected numbers from {low} to {high}, for pixels from 0 to 1, got "
+                f"{','.join(f'{v:g}' for v in found[key])}. If that is for pixels from 0 to 255, give {scaled}"
+            )
     return found
 
 
@@ -226,8 +241,20 @@ def _out_of_memory(error: BaseException) -> bool:
 
 def _check_name(name: str) -> None:
     """ModelError with the nearest names unless timm has this one."""
+    if not isinstance(name, str):
+        raise ModelError(f"model: expected the name of a model such as deit_tiny_patch16_224, got {name!r}")
+    if name.lower().endswith(SUFFIXES):
+        raise ModelError(weights_in_place_of_name(name))
     if not timm.is_model(name):
         raise ModelError(f"{unknown('model', name, _near(name))}, ... (`maskaq list models` prints every name)")
+
+
+def weights_in_place_of_name(file: str) -> str:
+    """The message for a weights file where a model is named."""
+    return (
+        f"{file} is a weights file: expected the name of a model (`maskaq list models`); weights go to --checkpoint, "
+        f"as in MODEL --checkpoint {shlex.quote(file)}"
+    )
 
 
 def _near(name: str) -> list[str]:
@@ -243,6 +270,8 @@ def _checked_args(args: dict[str, Any]) -> dict[str, Any]:
 
     ModelError for one that chooses weights.
     """
+    if not isinstance(args, Mapping):
+        raise ModelError(f"model_args: expected a dict such as {{'num_classes': 10}}, got {args!r}")
     for key in RESERVED:
         if key in args:
             raise ModelError(f"model argument {key!r} cannot be set: it chooses weights. {ADVICE}")
@@ -632,14 +661,31 @@ def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) ->
 def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
     """The message for a Swin's file that does not tell its image size."""
     windows = [size for size in _windows(state) if size]
-    usual = max(windows, default=7) * _reduction(model, len(windows) - 1)[0]
     fitting = _fitting_names(state, model.state_dict(), name)
     other = f" The file has the shapes of {' or '.join(fitting)}." if fitting else ""
     return (
         f"{path}: expected the windows of {name!r} at {_short_size(_size_of(model) or (0, 0))} pixels, found others "
         f"({', '.join(map(str, windows))} patches wide), and nothing in the file tells its image size. Give it with "
-        f"--img-size N (or model_args={{'img_size': N}}); {usual} is the usual one for these windows.{other}"
+        f"--img-size N or HxW (or model_args={{'img_size': N}}){_usual(model, windows)}.{other}"
     )
+
+
+def _usual(model: nn.Module, windows: list[int]) -> str:
+    """The image sizes that timm gives such windows at, as the end of a sentence; empty if there are none."""
+    largest, unit = max(windows, default=0), _reduction(model, 0)[0]
+    if not windows:
+        return ""
+    if set(windows) == {largest}:  # the last stage is one window, or more of them
+        return f"; {largest * _reduction(model, len(windows) - 1)[0]} is the usual one for these windows"
+    fits = [
+        tokens
+        for tokens in range(1, LARGEST_SIDE // unit + 1)
+        if all(min(largest, tokens >> stage) == size for stage, size in enumerate(windows))
+    ]
+    filled = [tokens for tokens in fits if not any((tokens >> i) % size for i, size in enumerate(windows))]
+    if len(filled or fits) == 1:
+        return f"; {(filled or fits)[0] * unit} is the usual one for these windows"
+    return f"; images of {fits[0] * unit} to {fits[-1] * unit} pixels have such windows" if fits else ""
 
 
 def _reduction(model: Any, stage: int) -> tuple[int, int]:
@@ -761,14 +807,27 @@ class Misfit:
 def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tuple[str, ...]) -> None:
     """Puts the file's weights into the model; CheckpointError naming every key that does not fit."""
     own = model.state_dict()
-    misfit = _compare(own, state)
+    given, misfit = state, _compare(own, state)
     if misfit:
         renamed = _renamed(model, state, resizable)
         if len(second := _compare(own, renamed)) < len(misfit):
             state, misfit = renamed, second
     if misfit:
-        raise CheckpointError(_report(misfit, own, state, name, path))
+        raise CheckpointError(_report(misfit, own, state, name, path, _names(model, "classifier")))
     model.load_state_dict({key: state[key] for key in own}, strict=True)
+    if resized := _resized(given, state):
+        _log.warning("%s: resized to the geometry that was asked for: %s", path, ", ".join(resized))
+
+
+def _resized(given: State, state: State) -> list[str]:
+    """What was resampled, with its shape before and after: one entry for all tensors of a kind and a shape."""
+    found: dict[str, list[str]] = {}
+    for key, value in given.items():
+        if key in state and state[key].dim() == value.dim() and state[key].shape != value.shape:
+            kind = key.rpartition(".")[2] if key.endswith("relative_position_bias_table") else key
+            shapes = (" x ".join(map(str, tensor.shape)) for tensor in (value, state[key]))
+            found.setdefault(f"{kind} from {' to '.join(shapes)}", []).append(key)
+    return [text if len(keys) == 1 else f"{len(keys)} tables {text}" for text, keys in found.items()]
 
 
 def _compare(own: Mapping[str, Tensor], state: State) -> Misfit:
@@ -796,12 +855,14 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     are undone and thereby reported, but for the sizes of keys that end as one of `resizable` does.
     """
     try:
-        if isinstance(model, swin_transformer.SwinTransformer):
-            renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
-        elif isinstance(model, vision_transformer.VisionTransformer):
-            renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
-        else:
-            return state
+        with warnings.catch_warnings():  # timm's and torch's, of how they resample; that they did is told by `_fill`
+            warnings.simplefilter("ignore", UserWarning)
+            if isinstance(model, swin_transformer.SwinTransformer):
+                renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
+            elif isinstance(model, vision_transformer.VisionTransformer):
+                renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
+            else:
+                return state
     except Exception:  # a file of another family: the plain comparison says more than the filter's stumble
         return state
     kept = {key: value for key, value in state.items() if "pre_logits" in key}
@@ -811,8 +872,16 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     return {**renamed, **kept}
 
 
-def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, path: Path) -> str:
+def _report(
+    misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, path: Path, classifiers: Sequence[str]
+) -> str:
     """The message for weights that do not fit: every kind of difference with its keys, then what to do."""
+    heads = [key for key in own if key.rpartition(".")[0] in classifiers]
+    headless = bool(heads) and set(heads) <= set(misfit.missing) and _looks_like(state) == _looks_like(own) != ""
+    headless &= not any(re.match(r"(head|heads|fc|classifier)\.", key) for key in misfit.unexpected)  # by another name
+    lacks = f"this file has no classifier (no {heads[0]}), and maskaq needs one" if headless else ""
+    if headless and len(misfit) == len(heads):
+        return f"{path}: {lacks}. {_with_classifier(name)}"
     lines = [f"{path}: the weights do not fit the model {name!r}."]
     for title, keys in (
         ("missing in the file", misfit.missing),
@@ -823,14 +892,18 @@ def _report(misfit: Misfit, own: Mapping[str, Tensor], state: State, name: str, 
             lines.append(f"{len(keys)} {title}:")
             lines += [f"  {key}" for key in keys[:SHOWN]]
             lines += [f"  ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
+    if headless:
+        lines.append(f"{lacks[0].upper()}{lacks[1:]}. {_with_classifier(name)}")
     theirs = _looks_like(state)
     if theirs and theirs != _looks_like(own):
         lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")
     fitting = _fitting_names(state, own, name)
     if fitting:
         lines.append(f"The file has the shapes of {' or '.join(fitting)}.")
-    elif theirs == _looks_like(own):
-        lines.append("Check the model name, or pass --img-size N or --model-arg KEY=VALUE (such as num_classes).")
+    elif theirs == _looks_like(own) and not headless:
+        lines.append(
+            "Check the model name, or pass --img-size N or HxW, or --model-arg KEY=VALUE (such as num_classes)."
+        )
     return "\n".join(lines)
 
 

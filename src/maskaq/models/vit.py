@@ -46,6 +46,12 @@ class ExposedAttention(AttentionProducts):
 
 def expose_(model: Any) -> tuple[Layer, ...]:
     """Swap every attention of a VisionTransformer in place; return its layers, first to last."""
+    if getattr(model, "attn_pool", None) is not None:
+        raise ModelError(
+            f"layer 'attn_pool': this model pools its patches by attention (global_pool is {model.global_pool!r}), as "
+            "SigLIP models do, which maskaq does not support. Supported: timm's VisionTransformer with a class token "
+            "or average pooling, such as vit_*_siglip_gap_*, and SwinTransformer (swin_*)"
+        )
     rows, columns = model.patch_embed.dynamic_feat_size(model.patch_embed.img_size)  # with padding, where it pads
     reads_class_token = getattr(model, "has_class_token", True) and model.global_pool == "token"
     layers = []

@@ -37,6 +37,8 @@ _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
 _MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # more are a slip of the finger, and plans of them fill the memory
+# Beyond these, numbers do not fit into float32 or nothing is left to learn: a clear refusal in place of Inf.
+_LARGEST_LR, _LARGEST_WEIGHT, _LARGEST_CHANGE = 1_000, 1_000_000_000, 100
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Synthesis:
         choices=("noise", "leaves"),
     )
     batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
-    lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0)
+    lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0, high=_LARGEST_LR)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     beta1: float = setting(0.9, "Adam's first-moment decay", low=0.0, high=0.9999)
     beta2: float = setting(0.999, "Adam's second-moment decay", low=0.0, high=0.999999)
@@ -140,8 +142,8 @@ class Synthesis:
         8 / 224, "largest random shift, share of the side; twice that in the second half", low=0.0, high=0.5
     )
     flip: float = setting(0.0, "probability of a mirror image at a step", low=0.0, high=1.0)
-    noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0)
-    colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0)
+    noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0, high=_LARGEST_CHANGE)
+    colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0, high=10)
     mask: Mask = field(default_factory=Mask)
     terms: dict[str, float] = setting(
         {
@@ -152,6 +154,8 @@ class Synthesis:
             "attention_alignment": 0.1,
         },
         "weight of each loss term (`maskaq list terms`); 0 switches one off",
+        low=-_LARGEST_WEIGHT,
+        high=_LARGEST_WEIGHT,
     )
     folder: str = setting("", "NOT data-free: a folder of real images in place of synthetic ones; `images:DIR` sets it")
     max_lost: float = setting(
@@ -165,9 +169,9 @@ class Augment:
 
     crop: tuple[float, float] = setting((0.3, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0)
     flip: float = setting(0.5, "probability of a mirror image", low=0.0, high=1.0)
-    brightness: float = setting(0.8, "brightness factor in [1-b, 1+b]", low=0.0)
-    contrast: float = setting(0.8, "contrast factor in [1-c, 1+c]", low=0.0)
-    saturation: float = setting(0.8, "saturation factor in [1-s, 1+s]", low=0.0)
+    brightness: float = setting(0.8, "brightness factor in [1-b, 1+b]", low=0.0, high=_LARGEST_CHANGE)
+    contrast: float = setting(0.8, "contrast factor in [1-c, 1+c]", low=0.0, high=_LARGEST_CHANGE)
+    saturation: float = setting(0.8, "saturation factor in [1-s, 1+s]", low=0.0, high=_LARGEST_CHANGE)
     hue: float = setting(0.2, "hue shift in turns", low=0.0, high=0.5)
     jitter_prob: float = setting(0.8, "probability of the four colour changes", low=0.0, high=1.0)
     grey: float = setting(0.2, "probability of a grey image", low=0.0, high=1.0)
@@ -181,7 +185,7 @@ class Calibration:
     epochs: int = setting(200, "passes over the synthetic images", low=0, high=_MOST_STEPS)
     batch: int = setting(16, "images per step", low=1)
     optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
-    lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0)
+    lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0, high=_LARGEST_LR)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     pace: str = setting(
         "fixed",
@@ -190,16 +194,19 @@ class Calibration:
         choices=("fixed", "error"),
     )
     momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)
-    weight_decay: float = setting(0.0, "weight decay, of weights only", low=0.0)
+    weight_decay: float = setting(0.0, "weight decay, of weights only", low=0.0, high=_LARGEST_LR)
     range_lr: float = setting(
-        1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0
+        1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0, high=1_000_000
     )
-    clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0)
-    temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01)
+    clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0, high=_LARGEST_WEIGHT)
+    temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01, high=1_000)
     mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
-    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 16)", low=0.01)
+    mask_weight: float = setting(2.0, "w: weight of the patches in m^c (Eq. 16)", low=0.01, high=1_000_000)
     terms: dict[str, float] = setting(
-        {"logit_kl": 1.0, "head_structure": 10.0}, "weight of each loss term (`maskaq list terms`)"
+        {"logit_kl": 1.0, "head_structure": 10.0},
+        "weight of each loss term (`maskaq list terms`)",
+        low=-_LARGEST_WEIGHT,
+        high=_LARGEST_WEIGHT,
     )
     augment: Augment = field(default_factory=Augment)
 
@@ -213,7 +220,7 @@ class Refresh:
         choices=("warm", "cold"),
     )
     steps: int = setting(0, "optimiser steps of a refresh; 0: as many as synthesis.steps", low=0, high=_MOST_STEPS)
-    lr: float = setting(0.0, "learning rate of a refresh; 0: synthesis.lr", low=0.0)
+    lr: float = setting(0.0, "learning rate of a refresh; 0: synthesis.lr", low=0.0, high=_LARGEST_LR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +295,8 @@ def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None 
         _merge(tree, layer)
     try:
         for text in overrides:
+            if not isinstance(text, str):
+                raise RecipeError(f"overrides: expected texts such as 'synthesis.steps=500', got {text!r}")
             _merge(tree, _parse_override(text))
         if bits is not None:
             _merge(tree, {"quantization": {"bits": str(bits).strip().lower()}})
@@ -432,7 +441,8 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
         merged = spec.default_factory()
-        return merged | {name: _number(weight, f"{dotted}.{name}") for name, weight in value.items()}
+        keys = {name: f"{dotted}.{name}" for name in value}
+        return merged | {name: _within(_number(value[name], key), limits, key) for name, key in keys.items()}
     if get_args(hint)[1:] == (...,):  # a list of tables
         if not isinstance(value, (list, tuple)):
             raise RecipeError(f"{dotted}: expected a list of tables, got {value!r}")

@@ -1,5 +1,6 @@
 """The charts of a page, as plotly figures. They name no colour: the page's theme gives them, light or dark."""
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +34,18 @@ def _chart(id: str, title: str, figure: go.Figure, note: str = "", group: str = 
     return Chart(id, title, note, figure.to_plotly_json(), group)
 
 
+def _label(value: Any) -> Any:
+    """A word of a run folder as plotly shows it: a name, where it would take <a>, <b> and <br> for markup."""
+    return html.escape(value, quote=False) if isinstance(value, str) else value
+
+
 def _lines(curves: Mapping[str, Curve], x: str, names: Sequence[str]) -> go.Figure:
     """One line for each run, in the run's colour; a legend where there are several."""
     figure = go.Figure()
     for name, curve in curves.items():
         mode = "lines+markers" if len(curve.x) < 60 else "lines"
         style = {"mode": mode, "marker": {"size": 4}, "line": {"width": 1.8}}
-        figure.add_scatter(x=curve.x, y=curve.y, name=name, meta={"colour": names.index(name)}, **style)
+        figure.add_scatter(x=curve.x, y=curve.y, name=_label(name), meta={"colour": names.index(name)}, **style)
     marks = [curve.marks for curve in curves.values()]
     for mark in marks[0] if marks.count(marks[0]) == len(marks) else ():
         figure.add_vline(x=mark, line={"color": _GREY, "width": 1, "dash": "dot"})
@@ -81,14 +87,14 @@ def distances(records: Sequence[Record]) -> list[Chart]:
         attention = record.facts.get("attention")
         if attention is None:
             continue
-        layers = [layer["name"] for layer in attention["layers"]]
+        layers = [_label(layer["name"]) for layer in attention["layers"]]
         for model, when in (("searched", "before calibration"), ("student", "after calibration")):
             for kind, figure in figures.items():
                 figure.add_scatter(
                     x=list(range(1, len(layers) + 1)),
                     y=attention["distance"][model][kind],
                     text=layers,
-                    name=f"{name}, {when.split()[0]}" if several else when,
+                    name=f"{_label(name)}, {when.split()[0]}" if several else when,
                     mode="lines+markers",
                     line={"dash": "dot" if model == "searched" else "solid", "width": 2},
                     marker={"size": 6},
@@ -120,8 +126,8 @@ def layers(record: Record) -> dict[str, Chart | None]:
             figure.add_scatter(
                 x=[i for i, _ in chosen],
                 y=[site["error"] for _, site in chosen],
-                text=[site["site"] for _, site in chosen],
-                customdata=[[site["bits"], site["saturated"], site["unused"]] for _, site in chosen],
+                text=[_label(site["site"]) for _, site in chosen],
+                customdata=[[_label(site[key]) for key in ("bits", "saturated", "unused")] for _, site in chosen],
                 hovertemplate="%{text}<br>error %{y:.3%}, %{customdata[0]} bits<br>saturated %{customdata[1]:.2%}, "
                 "unused levels %{customdata[2]}<extra></extra>",
                 name=f"{role}s",
@@ -133,7 +139,7 @@ def layers(record: Record) -> dict[str, Chart | None]:
         figure.update_xaxes(title="site, in the model's order")
         charts["sites"] = _chart("sites-error", "error of every site", figure)
     if rows := [row for row in record.facts.get("sizes") or () if row["float_bytes"]]:
-        names = [row["name"] for row in rows]
+        names = [_label(row["name"]) for row in rows]
         figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.07)
         for key, label in (("float_bytes", "float32"), ("quantized_bytes", "quantized")):
             figure.add_bar(x=names, y=[row[key] / 1e3 for row in rows], name=label, row=1, col=1)
@@ -150,9 +156,9 @@ def layers(record: Record) -> dict[str, Chart | None]:
         single = sensitive[1:]
         figure = go.Figure()
         figure.add_bar(
-            x=[row["layer"] for row in single],
+            x=[_label(row["layer"]) for row in single],
             y=[row["kl"] for row in single],
-            customdata=[row["agreement"] for row in single],
+            customdata=[_label(row["agreement"]) for row in single],
             hovertemplate="%{x}<br>KL %{y:.4f}, agreement %{customdata:.0%}<extra></extra>",
             showlegend=False,
         )

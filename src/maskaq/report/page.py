@@ -3,6 +3,7 @@
 import base64
 import html as markup
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,15 +50,18 @@ def html(records: Sequence[Record]) -> str:
 
 
 MADE_BY = "made by maskaq report"
-"""In the first lines of page and Markdown: such a file may be written anew."""
-_MADE_BY_0_1_0 = b"\xc2\xb7 maskaq</title>"
+"""In a comment that Markdown begins with, and the page after its doctype: such a file may be written anew."""
+_OURS = re.compile(rf"(<!DOCTYPE html>\n)?<!-- {MADE_BY} -->\n".encode())
+_OURS_0_1_0 = re.compile(
+    '<!DOCTYPE html>\n<html lang="en">\n<head>\n(<meta [^>]*>\n)*<title>[^<]* \N{MIDDLE DOT} maskaq</title>\n'.encode()
+)
 UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, jinja2.TemplateError)
 """What a page raises for records that somebody edited."""
 
 
 def is_ours(file: bytes) -> bool:
-    """Whether a file is a page or a Markdown file of an earlier report."""
-    return MADE_BY.encode() in file[:100] or _MADE_BY_0_1_0 in file[:1000]
+    """Whether a file that begins so is a page or a Markdown file of an earlier report; one that speaks of it is not."""
+    return bool(_OURS.match(file) or _OURS_0_1_0.match(file))
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -182,12 +186,23 @@ def inline(text: Any) -> str:
 
 def code(text: Any) -> "Markup":
     """Code in a line of Markdown: between backticks where nothing in it could end or break them."""
-    return Markup(f"<code>{inline(text)}</code>" if set(str(text)) & set("`<|\n") else f"`{text}`")
+    plain = str(text)
+    return Markup(
+        f"`{plain}`" if _is_one_line(plain) and not set(plain) & set("`<|") else f"<code>{inline(plain)}</code>"
+    )
 
 
 def block(text: Any) -> "Markup":
     """Code in lines of its own."""
-    return Markup(f"<pre>{_text(text)}</pre>" if set(str(text)) & set("`<\n") else f"```\n{text}\n```")
+    plain = str(text)
+    return Markup(
+        f"```\n{plain}\n```" if _is_one_line(plain) and not set(plain) & set("`<") else f"<pre>{_text(plain)}</pre>"
+    )
+
+
+def _is_one_line(text: str) -> bool:
+    """Not empty, and without any of the characters that end a line, of which \\n is one among many."""
+    return text.splitlines() == [text]
 
 
 def _text(text: Any) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def quantize(
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
-    _check_arguments(progress, source)
+    _check_arguments(progress, source, checkpoint_seconds, fast)
     progress, seed = progress or Progress(), _whole_number(seed)
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
@@ -165,7 +166,7 @@ def quantize(
 
 
 def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progress | None = None) -> QuantPlan:
-    """What a run of this recipe would quantize, and how; mixed precision is measured on synthetic images (dead leaves)."""
+    """What a run of this recipe would quantize, and how; mixed precision is measured on synthetic images."""
     plan = build_plan(teacher, recipe.quantization)
     if recipe.bits.average is None:
         return plan
@@ -327,10 +328,22 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
 
 
-def _check_arguments(progress: Any, source: Any) -> None:
+def _check_arguments(progress: Any, source: Any, checkpoint_seconds: Any, fast: Any) -> None:
     """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
+    wanted = 'expected a dict such as {"name": "deit_tiny_patch16_224", "args": {"num_classes": 10}}'
     if source is not None and not isinstance(source, dict):
-        raise ModelError(f'source: expected a dict such as {{"name": ..., "args": {{...}}}}, got {source!r}')
+        raise ModelError(f"source: {wanted}, got {source!r}")
+    architecture = (source or {}).get("architecture")
+    if architecture is not None and not (isinstance(architecture, dict) and "name" in architecture):
+        raise ModelError(f"source['architecture']: {wanted}, got {architecture!r}")
+    for where, part in (("source", source or {}), ("source['architecture']", architecture or {})):
+        for key, kind, example in (("name", str, "a timm name"), ("args", dict, "a dict of timm's arguments")):
+            if not isinstance(part.get(key, kind()), kind):
+                raise ModelError(f"{where}[{key!r}]: expected {example}, or no such key, got {part[key]!r}")
+    if not isinstance(checkpoint_seconds, Real) or checkpoint_seconds != checkpoint_seconds:
+        raise RecipeError(f"checkpoint_seconds: expected a number of seconds, got {checkpoint_seconds!r}")
+    if fast is not None and not isinstance(fast, bool):
+        raise RecipeError(f"fast: expected True, False or None, got {fast!r}")
     methods = [name for name in vars(Progress) if not name.startswith("_")]
     lacks = [] if progress is None else [name for name in methods if not hasattr(progress, name)]
     if lacks:

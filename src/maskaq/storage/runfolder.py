@@ -286,6 +286,8 @@ class RunFolder:
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":
         """The folder for reading only, without lock; another process may be at work in it."""
+        if not isinstance(path, str | Path):
+            raise RunFolderError(f"expected the path of a run folder, got {path!r}")
         root = Path(path)
         if not os.path.lexists(root / "run.json"):
             what = "is not a run folder" if os.path.exists(root) else "does not exist"

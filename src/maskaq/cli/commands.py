@@ -303,14 +303,23 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         has_file = args.checkpoint is not None
         load = partial(load_model, args.model, args.checkpoint) if has_file else partial(load_shape, args.model)
         model = _full_precision(args, partial(load, model_args, *numbers))
-        report, title = inspect_model(model, recipe), f"{args.model} {recipe.quantization.bits}"
-        facts = geometry(expose(model))
+        exposed = expose(model)
+        if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):
+            raise RecipeError(
+                f"{recipe.quantization.bits}: widths are chosen by measuring the weights, which {args.model} does not "
+                "have here: give them with --checkpoint, or inspect a finished run"
+            )
+        with draw.progress_for(console) as progress:
+            plan = run.make_plan(exposed, recipe, progress=progress)
+        report, title = inspect_model(model, recipe, plan), f"{args.model} {recipe.quantization.bits}"
+        facts = geometry(exposed)
     table = Table(title=title, title_justify="left")
-    for column in ("layer", "kind", "shape", "weight bits", "input bits", "fp32 kB", "quantized kB"):
-        table.add_column(column, justify="left" if column in ("layer", "kind") else "right", no_wrap=True)
+    left = ("layer", "kind", "quantizers")
+    for column in ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", "fp32 kB", "quantized kB"):
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in report.rows:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
-        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, *size)
+        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
     console.print(table)
     console.print(f"{facts.classes} classes, {draw.preparation(facts)}")
     before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6

@@ -1,6 +1,6 @@
 """What a recipe would do to a model, or did to a saved one: every layer, its bits and its bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ class LayerRow:
     input_bits: str
     float_bytes: int
     quantized_bytes: int
+    quantizers: str = ""
+    """Names of the quantizers of its two tensors, where they are known."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,16 @@ def inspect_deployed(model: nn.Module) -> Inspection:
 def _inspect(model: nn.Module, values: int) -> Inspection:
     rows = []
     for name, (module, kind) in layers(model).items():
-        first, second = (_bits(kind.part(module, slot)) for slot in kind.slots)
+        parts = [kind.part(module, slot) for slot in kind.slots]
+        first, second = map(_bits, parts)
+        sites = [site for part in parts if (site := getattr(part, "site", None)) is not None]
+        names = ", ".join(site.quantizer for site in sites)
         if kind.name == "product":
-            rows.append(LayerRow(name, kind.name, "", "", f"{first or 'float'}, {second or 'float'}", 0, 0))
+            rows.append(LayerRow(name, kind.name, "", "", f"{first or 'float'}, {second or 'float'}", 0, 0, names))
             continue
         weight = _weight_of(module)
         values -= weight.numel()
-        rows.append(_linear(name, kind.name, weight, first, second))
+        rows.append(replace(_linear(name, kind.name, weight, first, second), quantizers=names))
     return Inspection([*rows, _rest(values)])
 
 

@@ -1,4 +1,4 @@
-"""The quantization plan: rules decide every site, everything follows it, and mixed precision chooses within its budget."""
+"""The quantization plan: rules decide every site, everything follows it, mixed precision keeps to its budget."""
 
 import itertools
 import json

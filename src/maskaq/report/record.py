@@ -58,6 +58,15 @@ class Record:
         return {**dotted(to_dict(self.recipe)), "seed": self.run.identity["seed"]}
 
     @property
+    def bits(self) -> str:
+        """The widths in words."""
+        bits = self.recipe.bits
+        weights = f"{bits.weight}-bit weights"
+        if bits.average is not None:
+            weights = f"weights of {bits.average:g} bits on average"
+        return f"{weights} and {bits.activation}-bit activations"
+
+    @property
     def facts(self) -> dict[str, Any]:
         return self.collected.facts
 

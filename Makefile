@@ -34,6 +34,7 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Timings of this machine, beside those of others: make bench BENCH="deit_tiny_patch16_224 --calibration-batch 64"
 BENCH ?= cifar10_vit
@@ -42,7 +43,7 @@ bench: $(VENV)/ready
 		--json "benchmarks/results/$$(date +%F)-$$(hostname)-$$(echo $(firstword $(BENCH))).json"
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "maskaq needs Python 3.10 or newer; try: make PYTHON=python3.12 ...")'

@@ -136,9 +136,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
-def size(bytes: int) -> str:
-    """24_000 -> 24 kB; 3_100_000 -> 3 MB."""
-    return f"{bytes / 1e6:.0f} MB" if bytes >= 1e6 else f"{bytes / 1e3:.0f} kB"
+def size(count: int) -> str:
+    """Bytes in words: 24_000 -> 24 kB; 3_100_000 -> 3 MB."""
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
 def preparation(facts: Geometry) -> str:

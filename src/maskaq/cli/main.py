@@ -124,16 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"maskaq {maskaq.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", formatter_class=raw)
+    def command(name: str, does: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".", formatter_class=raw)
         sub.set_defaults(command=name)
         return sub
 
-    for name, help in (
+    for name, does in (
         ("quantize", "a model in, a quantized model out: all stages"),
         ("synthesize", "only the synthetic images of the first round (`quantize` or `calibrate` goes on)"),
     ):
-        sub = command(name, help)
+        sub = command(name, does)
         _model_options(sub)
         _recipe_options(sub)
         sub.add_argument("--out", type=_path, metavar="DIR", help="run folder (default: runs/MODEL-BITS)")

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo web test test-gpu test-oldest-timm check bench clean
+.PHONY: demo web test test-slow test-all test-gpu test-oldest-timm check hooks bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
@@ -17,8 +17,16 @@ web: $(VENV)/ready
 	$(BIN)/maskaq export runs/web --format onnx -o examples/web/model.onnx
 	$(BIN)/python examples/web/prepare.py
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/ready
+	$(PYTEST) -m slow
+
+test-all: $(VENV)/ready
+	$(PYTEST)
 
 # What only a CUDA GPU can show: compiled kernels, replayed steps. Some minutes, most of them compiling. Without
 # records of logging, of which a failure would print thousands of the compiler's.
@@ -28,13 +36,17 @@ test-gpu: $(VENV)/ready
 # Parity with timm on the oldest release we declare; the suite itself runs on the newest.
 test-oldest-timm: $(VENV)/ready
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/oldest-timm timm==$(OLDEST_TIMM)
-	PYTHONPATH=$(VENV)/oldest-timm $(BIN)/python -m pytest tests/test_models.py tests/test_load.py
+	PYTHONPATH=$(VENV)/oldest-timm $(PYTEST) tests/test_models.py tests/test_load.py
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# From then on, git runs the checks before each commit.
+hooks: $(VENV)/ready
+	$(BIN)/pre-commit install
 
 # Timings of this machine, beside those of others: make bench BENCH="deit_tiny_patch16_224 --calibration-batch 64"
 BENCH ?= cifar10_vit

@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -160,6 +162,21 @@ def hook(setattr, where: str, n: int, act, after: bool = False) -> None:
         return result
 
     setattr(owner, name, counted)
+
+
+# ---- what `make test` leaves out
+
+
+def mostly_slow(cases: Mapping[str, Any] | Iterable[Any], *fast: Any) -> list[Any]:
+    """The cases of a parametrised test by their names: those in `fast` run always, the others with the slow tests."""
+    cases = cases if isinstance(cases, Mapping) else {str(case): case for case in cases}
+    fast = tuple(map(str, fast))
+    assert set(fast) <= set(cases), set(fast) - set(cases)
+    marks = {name: () if name in fast else pytest.mark.slow for name in cases}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks[name])
+        for name, case in cases.items()
+    ]
 
 
 # ---- processes of their own, forked from one that has imported everything and computed nothing

@@ -26,6 +26,7 @@ from helpers import (
     content,
     hook,
     left_half_written,
+    mostly_slow,
     small_recipe,
     tensors,
     tiny_swin,
@@ -197,6 +198,7 @@ def test_a_pattern_lists_the_names_that_match_it(call, what, pattern, there):
     assert all(name.startswith(pattern.rstrip("*")) for name in names)
 
 
+@pytest.mark.slow
 def test_a_list_cut_short_by_its_reader_is_no_error():
     script = f"{sys.executable} -m maskaq list keys | head -n 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -778,15 +780,15 @@ def test_memory_too_small_for_one_image_is_told_without_a_traceback(call, files,
     assert code == 1 and err.startswith("error: out of GPU memory even with one image at a time")
 
 
-@pytest.mark.parametrize(
-    ("where", "n"),
-    [
-        ("maskaq.images.synthesis:Synthesizer._view", 10),  # six are the forecast's
-        ("maskaq.calibrate.calibrator:Calibrator._step", 3),
-        ("maskaq.storage.runfolder:RunFolder.save_checkpoint", 1),
-        ("maskaq.runs.quantize:_save_model", 1),
-    ],
-)
+INTERRUPTS = {
+    "in synthesis": ("maskaq.images.synthesis:Synthesizer._view", 10),  # six are the forecast's
+    "in calibration": ("maskaq.calibrate.calibrator:Calibrator._step", 3),
+    "before a checkpoint": ("maskaq.storage.runfolder:RunFolder.save_checkpoint", 1),
+    "before the model is saved": ("maskaq.runs.quantize:_save_model", 1),
+}
+
+
+@pytest.mark.parametrize(("where", "n"), mostly_slow(INTERRUPTS, "in synthesis", "before the model is saved"))
 def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_none(
     call, files, tmp_path, finished, where, n
 ):
@@ -831,6 +833,7 @@ def test_an_interrupted_look_promises_nothing(call, monkeypatch):
     assert call("inspect", "cifar10_vit") == (130, "", "\ninterrupted\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
     """Through a pseudo terminal, whose output has what a file's must not have: escape codes."""
     pty = pytest.importorskip("pty")
@@ -854,6 +857,7 @@ def test_a_terminal_gets_bars_and_the_same_model(files, tmp_path, finished):
     assert_same(tensors(tmp_path / "run" / WEIGHTS), tensors(finished / WEIGHTS))
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_letters_still_gets_the_table(files, finished):
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = by_process("-m", "maskaq", "evaluate", str(finished), "--data", str(files / "data"), env=ascii_only)
@@ -918,6 +922,7 @@ def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluat
         assert content(out) == before
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_measured_any_more_keeps_its_figures(call, files, tmp_path):
     weights, out = tmp_path / "weights.safetensors", tmp_path / "run"
     weights.write_bytes((files / "vit.safetensors").read_bytes())

@@ -42,6 +42,7 @@ PLAIN_PRODUCTS = ("attention_prior",)  # terms that read probabilities, which th
 TERMS = [name for name in SYNTHESIS_TERMS if name not in PLAIN_PRODUCTS]
 
 
+@pytest.mark.slow
 @outside
 @needs_triton
 def test_in_the_interpreter():

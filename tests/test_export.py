@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import VIT, VIT_ARGS, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_swin, tiny_vit
 
 import maskaq
 from maskaq.artifact.export import export
@@ -80,7 +80,7 @@ VARIANTS = {
 
 
 @needs_onnx
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mostly_slow(list(VARIANTS), "distilled"))
 def test_every_kind_of_model_computes_the_same_codes_in_integer_products(variant, tmp_path):
     model = deployed("w4a4", VARIANTS[variant])
     file = export_onnx(model, tmp_path / "model.onnx")
@@ -94,7 +94,7 @@ def test_every_kind_of_model_computes_the_same_codes_in_integer_products(variant
 
 
 @needs_onnx
-@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"])
+@pytest.mark.parametrize("bits", mostly_slow(["w8a8", "w4a8", "w3a3", "w2a4", "w5a6", "w4a2"], "w3a3"))
 def test_every_bit_width_computes_the_same_codes_in_integer_products_from_small_weights(bits, tmp_path):
     model = deployed(bits, lambda: tiny_vit(depth=1))
     file = export_onnx(model, tmp_path / "model.onnx")
@@ -120,6 +120,7 @@ def assert_stored_at(room, file, bits):
     assert low <= values.min() and values.max() <= high and values.max() > 0
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_layers_that_stay_in_float_are_the_only_float_products(tmp_path):
     model = deployed("w4a4", tiny_vit, "quantization.first_last=float")
@@ -254,7 +255,8 @@ def openvino_vit(vit, tmp_path_factory):
 
 @needs_openvino
 @pytest.mark.parametrize(
-    "variant", ["registers, q/k norm, LayerScale, no bias", "parallel", "distilled", "swin, padded"]
+    "variant",
+    mostly_slow(["registers, q/k norm, LayerScale, no bias", "parallel", "distilled", "swin, padded"], "distilled"),
 )
 def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
     model = deployed("w4a4", VARIANTS[variant])
@@ -267,7 +269,7 @@ def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
 
 
 @needs_openvino
-@pytest.mark.parametrize("bits", ["w8a8", "w3a3", "w5a6", "w4a2"])
+@pytest.mark.parametrize("bits", mostly_slow(["w8a8", "w3a3", "w5a6", "w4a2"], "w4a2"))
 def test_unlike_bit_widths_compute_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
     from maskaq.artifact.export.openvino import read
 
@@ -340,6 +342,7 @@ def test_an_openvino_file_that_is_cut_or_gone_is_refused_by_name(openvino_vit, t
         read(tmp_path / "cut.xml")
 
 
+@pytest.mark.slow
 @needs_openvino
 def test_openvino_files_that_fail_leave_nothing_and_the_old_ones_untouched(openvino_vit, tmp_path, monkeypatch):
     model, images = openvino_vit[0], images_for(openvino_vit[0], 2)
@@ -390,7 +393,9 @@ def test_speeds_are_ratios_to_the_first_file(vit):
     assert ours[0].ratio == 1 and all(row.fastest <= row.milliseconds <= row.slowest for row in rows)
 
 
-@pytest.mark.parametrize("build", [tiny_vit, partial(tiny_swin, depths=(2,), num_heads=(2,))], ids=["vit", "swin"])
+@pytest.mark.parametrize(
+    "build", mostly_slow({"vit": tiny_vit, "swin": partial(tiny_swin, depths=(2,), num_heads=(2,))}, "vit")
+)
 def test_a_pt2_program_gives_the_same_bits_for_any_number_of_images(build, tmp_path):
     model = deployed("w4a4", build)
     file = export_pt2(model, tmp_path / "model.pt2", {"model": "x"})
@@ -459,6 +464,7 @@ def test_the_example_refuses_what_it_cannot_evaluate(vit, tmp_path):
         assert told.returncode == 1 and message in told.stderr and "Traceback" not in told.stderr
 
 
+@pytest.mark.slow
 @needs_openvino
 def test_the_command_line_exports_to_openvino_and_measures_it(saved, tmp_path, capsys):
     file, figures = str(tmp_path / "m.xml"), tmp_path / "figures.json"

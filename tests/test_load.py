@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import mostly_slow
 from safetensors.torch import save_file
 from torch import nn
 
@@ -353,17 +354,17 @@ def test_nothing_is_resized_unasked(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "vit.embeddings.patch_embeddings.projection.weight",
-        "deit.embeddings.patch_embeddings.projection.weight",
-        "swin.embeddings.patch_embeddings.projection.weight",
-        "dinov2.embeddings.patch_embeddings.projection.weight",
-        "embeddings.patch_embeddings.projection.weight",
-        "vision_model.embeddings.patch_embedding.weight",
-    ],
+HUGGING_FACE = (
+    "vit.embeddings.patch_embeddings.projection.weight",
+    "deit.embeddings.patch_embeddings.projection.weight",
+    "swin.embeddings.patch_embeddings.projection.weight",
+    "dinov2.embeddings.patch_embeddings.projection.weight",
+    "embeddings.patch_embeddings.projection.weight",
+    "vision_model.embeddings.patch_embedding.weight",
 )
+
+
+@pytest.mark.parametrize("key", mostly_slow(HUGGING_FACE, HUGGING_FACE[0]))
 def test_a_checkpoint_of_hugging_face_transformers_is_called_by_its_name(tmp_path, key):
     query = "vit.encoder.layer.0.attention.attention.query.weight"
     path = saved({key: torch.ones(8, 3, 4, 4), query: torch.ones(8, 8)}, tmp_path / "w.safetensors")
@@ -379,8 +380,8 @@ def test_a_checkpoint_of_hugging_face_transformers_is_called_by_its_name(tmp_pat
         ("deit_tiny_patch16_224", "deit_small_patch16_224", "deit_tiny_patch16_224 or vit_tiny_patch16_224."),
         ("vit_tiny_patch16_384", "vit_small_patch16_224", "vit_tiny_patch16_384."),
         ("deit_tiny_distilled_patch16_224", "deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224."),
-        (SWIN, "swin_small_patch4_window7_224", f"{SWIN}."),
-        (SWIN, "deit_tiny_patch16_224", f"{SWIN}."),
+        pytest.param(SWIN, "swin_small_patch4_window7_224", f"{SWIN}.", marks=pytest.mark.slow),
+        pytest.param(SWIN, "deit_tiny_patch16_224", f"{SWIN}.", marks=pytest.mark.slow),
         ("deit_tiny_patch16_224", SWIN, "deit_tiny_patch16_224 or "),
     ],
 )
@@ -389,6 +390,7 @@ def test_the_model_whose_shapes_a_file_has_is_named(tmp_path, source, given, fit
     assert f"The file has the shapes of {fits}" in message(load_model, given, path)
 
 
+@pytest.mark.slow
 def test_a_file_of_other_windows_and_width_names_its_model_with_the_size_that_is_wanted(tmp_path):
     with torch.device("meta"):
         shapes = timm.create_model("swin_base_patch4_window12_384", num_classes=2).state_dict()

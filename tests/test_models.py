@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+from helpers import mostly_slow
 from timm.models import get_pretrained_cfg
 from timm.models import swin_transformer as timm_swin
 from timm.models import vision_transformer as timm_vit
@@ -630,7 +631,18 @@ def shallow(name):
     return load_shape(name, {"num_classes": 2, **depth})
 
 
-@pytest.mark.parametrize("name", supported_names())
+TYPICAL = (
+    "deit_tiny_patch16_224",
+    "deit_tiny_distilled_patch16_224",
+    "deit3_small_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "vit_base_patch16_rpn_224",
+    "vit_small_patch16_18x2_224",
+    "vit_tiny_patch16_224",
+)
+
+
+@pytest.mark.parametrize("name", mostly_slow(supported_names(), *TYPICAL))
 def test_every_supported_name_can_be_exposed(name):
     expose(shallow(name))
 

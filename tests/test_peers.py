@@ -14,6 +14,7 @@ from helpers import (
     assert_same_run,
     hook,
     in_process,
+    mostly_slow,
     pair,
     quantize_and_die,
     small_recipe,
@@ -428,7 +429,9 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("overrides", ABLATIONS.values(), ids=ABLATIONS.keys())
+@pytest.mark.parametrize(
+    "overrides", mostly_slow({name: [*words] for name, words in ABLATIONS.items()}, "without L_align")
+)
 def test_every_ablation_is_a_list_of_settings_that_runs_and_changes_the_model(tmp_path, overrides):
     page = (Path(__file__).parents[1] / "docs/METHOD.md").read_text()
     assert f"`{' '.join(overrides)}`" in page
@@ -442,8 +445,12 @@ def test_every_ablation_is_a_list_of_settings_that_runs_and_changes_the_model(tm
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("build", [*BUILDS, PADDED])
-@pytest.mark.parametrize("name", PEERS)
+MODELS = {"vit": tiny_vit, "swin": tiny_swin, "padded swin": PADDED}
+PEER_RUNS = {f"{name}, {model}": (name, build) for name in PEERS for model, build in MODELS.items()}
+SOME_PEER_RUNS = ("mimiq, vit", "psaq-vit, vit", "sardfq, vit", "noise, swin")
+
+
+@pytest.mark.parametrize(("name", "build"), mostly_slow(PEER_RUNS, *SOME_PEER_RUNS))
 def test_every_peer_runs_end_to_end(tmp_path, name, build):
     result = quantize(build(), peer(name), tmp_path / "run")
     assert len(result.images) == 8 and (tmp_path / "run" / PACKED).exists()
@@ -481,9 +488,11 @@ def test_noise_is_what_synthesis_starts_from_cut_to_pixels():
     assert torch.equal(got.images, moved.images)
 
 
-@pytest.mark.parametrize("moment", [("write_shard", 1, True), ("event", 2, False)], ids=["shards", "event"])
-def test_a_killed_run_of_noise_goes_on_to_the_same_weights_and_images(tmp_path, moment):
-    where, n, after = moment
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "n", "after"), [("write_shard", 1, True), ("event", 2, False)], ids=["shards", "event"]
+)
+def test_a_killed_run_of_noise_goes_on_to_the_same_weights_and_images(tmp_path, where, n, after):
     recipe = peer("noise")
     quantize(tiny_vit(), recipe, tmp_path / "straight")
     where = f"maskaq.storage.runfolder:RunFolder.{where}"
@@ -575,6 +584,7 @@ def test_a_damaged_image_is_named(tmp_path):
         quantize(tiny_vit(), ceiling(tmp_path), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_command_line_marks_the_ceiling_in_plan_and_tables(tmp_path, photos, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = ["--set", "synthesis.images=4", "synthesis.batch=4", "calibration.epochs=1", "calibration.batch=4"]

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, content, hook, in_process, tiny_swin, tiny_vit
+from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, content, hook, in_process, mostly_slow, tiny_swin, tiny_vit
 
 import maskaq
 from maskaq import zoo
@@ -170,7 +170,12 @@ def test_a_deployed_model_is_saved_like_the_student_it_came_from(saved, tmp_path
 # ---- sizes
 
 
-@pytest.mark.parametrize(("bits", "limit"), [("w3a3", 2.8e6), ("w4a4", 3.5e6), ("w8a8", 6.5e6)])
+LIMITS = {"w3a3": 2.8e6, "w4a4": 3.5e6, "w8a8": 6.5e6}  # bytes
+
+
+@pytest.mark.parametrize(
+    ("bits", "limit"), mostly_slow({bits: (bits, limit) for bits, limit in LIMITS.items()}, "w4a4")
+)
 def test_a_deit_tiny_is_as_small_as_promised(tmp_path, bits, limit):
     torch.manual_seed(0)
     model = timm.create_model("deit_tiny_patch16_224")
@@ -576,7 +581,15 @@ def test_a_story_that_is_no_object_is_refused(folder, made):
     assert "config.json: expected made to be an object, found" in refused(folder)
 
 
-@pytest.mark.parametrize("made", ["gone", {}, {"metrics": [1], "versions": 2}, {"metrics": {"accuracy": {"a": {}}}}])
+STORIES = {
+    "gone": "gone",
+    "empty": {},
+    "of wrong kinds": {"metrics": [1], "versions": 2},
+    "with an empty row": {"metrics": {"accuracy": {"a": {}}}},
+}
+
+
+@pytest.mark.parametrize("made", mostly_slow(STORIES, "of wrong kinds"))
 def test_a_story_that_is_gone_or_edited_takes_nothing_from_the_model(folder, tmp_path, made):
     change(folder, lambda config: config.pop("made") if made == "gone" else config.update(made=made))
     save_pretrained(from_pretrained(folder), tmp_path / "again")
@@ -740,14 +753,16 @@ def save_and_die(folder: Path, where: str, n: int, after: bool) -> None:
     save_pretrained(student, folder, architecture=NAMED)
 
 
+KILLS = {
+    "before the first file": ("os:fsync", 1, False, False),
+    "after the second file": ("os:fsync", 2, True, False),
+    "before the exchange": ("maskaq.storage.files:_exchange", 1, False, False),
+    "after the exchange": ("maskaq.storage.files:_exchange", 1, True, True),
+}
+
+
 @pytest.mark.parametrize(
-    ("where", "n", "after", "is_new"),
-    [
-        ("os:fsync", 1, False, False),
-        ("os:fsync", 2, True, False),
-        ("maskaq.storage.files:_exchange", 1, False, False),
-        ("maskaq.storage.files:_exchange", 1, True, True),
-    ],
+    ("where", "n", "after", "is_new"), mostly_slow(KILLS, "before the exchange", "after the exchange")
 )
 def test_a_kill_leaves_the_old_folder_or_the_new_one(folder, where, n, after, is_new):
     before = content(folder)
@@ -760,7 +775,7 @@ def test_folders_change_places_also_where_the_system_cannot_do_it_at_once(saved,
     def cannot(*_):
         raise OSError
 
-    monkeypatch.setattr("maskaq.storage.files.ctypes.CDLL", cannot)
+    monkeypatch.setattr(files.ctypes, "CDLL", cannot)
     save_pretrained(student_of(tiny_vit(seed=2)), folder, architecture=NAMED)
     assert content(folder) != content(saved) and [path.name for path in folder.parent.iterdir()] == ["model"]
     before = content(folder)
@@ -774,6 +789,7 @@ def test_folders_change_places_also_where_the_system_cannot_do_it_at_once(saved,
 # ---- loading needs nothing of the training
 
 
+@pytest.mark.slow
 def test_loading_imports_no_training_code(saved):
     code = (
         "import sys, maskaq\n"

@@ -48,6 +48,7 @@ def few_test_images(monkeypatch):
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::50], labels[::50]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_python_of_the_pages_runs_as_printed(snippet, tmp_path, monkeypatch):
     few_test_images(monkeypatch)
@@ -60,6 +61,7 @@ def test_python_of_the_pages_runs_as_printed(snippet, tmp_path, monkeypatch):
             del SYNTHESIS_TERMS[added]
 
 
+@pytest.mark.slow
 def test_commands_of_the_pages_run_in_their_order(tmp_path, monkeypatch, capsys):
     few_test_images(monkeypatch)
     monkeypatch.chdir(tmp_path)

@@ -31,6 +31,7 @@ from helpers import (
     hook,
     in_process,
     left_half_written,
+    mostly_slow,
     packed,
     pair,
     quantize_and_die,
@@ -115,12 +116,12 @@ MOMENTS = {
     "right before the final save": ("maskaq.runs.quantize:_save_model", 1, False),
 }
 
+KINDS = cycle(RUNS.values())  # in turn
+KILLS = {name: (moment, *next(KINDS)) for name, moment in MOMENTS.items()}
+SOME_KILLS = ("between shards", "in the refresh's synthesis", "in the last epoch")
 
-@pytest.mark.parametrize(
-    ("moment", "kind", "seconds"),
-    [(moment, *of_run) for moment, of_run in zip(MOMENTS.values(), cycle(RUNS.values()), strict=False)],  # in turn
-    ids=MOMENTS.keys(),
-)
+
+@pytest.mark.parametrize(("moment", "kind", "seconds"), mostly_slow(KILLS, *SOME_KILLS))
 def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, seconds, moment):
     recipe, out = small_recipe(*kind), tmp_path / "run"
     assert in_process(quantize_and_die, out, recipe, seconds, *moment) == -signal.SIGKILL
@@ -130,6 +131,7 @@ def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_
     assert left_half_written(out) == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, straight):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     for n in (4, 4, 3):  # in the second shard, in the refresh, between its shards
@@ -142,6 +144,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(tmp_path, straigh
     assert_same_run(out, straight(WARM))
 
 
+@pytest.mark.slow
 @every_run
 def test_a_forecast_changes_nothing_in_what_is_resumed(tmp_path, straight, kind, seconds):
     recipe, out = small_recipe(*kind), tmp_path / "run"
@@ -173,7 +176,7 @@ def disk_full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("write", [2, 3, 5, 7, 9, 11, 13])
+@pytest.mark.parametrize("write", mostly_slow([2, 3, 5, 7, 9, 11, 13], 9))
 def test_a_full_disk_says_how_to_go_on_and_that_is_true(tmp_path, straight, monkeypatch, write):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -364,9 +367,15 @@ STAGES = {  # where a run was killed, and the round whose shard is damaged then
     "right before the final save": ("maskaq.runs.quantize:_save_model", 1, 0),
 }
 
+LOSSES = {f"{what}, {when}": (*STAGES[when], DAMAGE[what]) for when in STAGES for what in DAMAGE}
+SOME_LOSSES = (
+    "lost, before calibration",
+    "flipped, between the refresh's shards",
+    "cut, in the second round's calibration",
+)
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-@pytest.mark.parametrize(("where", "n", "round"), STAGES.values(), ids=STAGES.keys())
+
+@pytest.mark.parametrize(("where", "n", "round", "damage"), mostly_slow(LOSSES, *SOME_LOSSES))
 def test_a_lost_shard_is_made_again_exactly_and_the_run_ends_the_same(tmp_path, straight, where, n, round, damage):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -378,6 +387,7 @@ def test_a_lost_shard_is_made_again_exactly_and_the_run_ends_the_same(tmp_path, 
     assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
 
 
+@pytest.mark.slow
 def test_both_rounds_of_images_can_be_lost(tmp_path, straight):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -445,6 +455,7 @@ def test_the_students_that_rounds_began_with_are_kept_until_the_run_ends(tmp_pat
     assert list(RunFolder.read(out).checkpoints()) == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_shard_or_a_checkpoint_of_another_run_is_not_taken(tmp_path, straight):
     recipe = small_recipe(*WARM)
     quantize(tiny_vit(), recipe, tmp_path / "other", seed=1)
@@ -520,7 +531,7 @@ class Strict(Progress):
         self.left -= units
 
 
-@pytest.mark.parametrize("round", [0, 1])
+@pytest.mark.parametrize("round", mostly_slow([0, 1], 1))
 @pytest.mark.parametrize("where", ["maskaq.calibrate.calibrator:Calibrator.epoch", "maskaq.runs.quantize:_save_model"])
 def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, round, where):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
@@ -569,8 +580,8 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("change", STRANGE.values(), ids=STRANGE.keys())
-@pytest.mark.parametrize("form", [1, 2])
+@pytest.mark.parametrize("change", mostly_slow(STRANGE, "resumed", "no recipe", "arguments that are none"))
+@pytest.mark.parametrize("form", mostly_slow([1, 2], 2))
 def test_a_strangers_run_json_is_refused_by_name(opened, change, form):
     def changed(text: str) -> str:
         found = json.loads(text) | {"format": form}
@@ -687,7 +698,9 @@ def test_a_run_that_is_continued_hands_over_what_it_was_last_asked_for(tmp_path,
     assert results.open_run(tmp_path / "run").keep == "better"
 
 
-@pytest.mark.parametrize("told", [None, 5, {"kept": 3}, {"start": "x", "end": 1, "kept": "end"}])
+@pytest.mark.parametrize(
+    "told", mostly_slow([None, 5, {"kept": 3}, {"start": "x", "end": 1, "kept": "end"}], 5, {"kept": 3})
+)
 def test_an_edited_handover_is_no_traceback(tmp_path, checkpoint, told):
     model, source = from_file(checkpoint)
     out = tmp_path / "run"
@@ -819,11 +832,15 @@ def double_by_default():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [torch.no_grad, torch.inference_mode, double_by_default, partial(torch.autocast, "cpu", torch.bfloat16)],
-    ids=["no_grad", "inference_mode", "double", "autocast"],
-)
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "double": double_by_default,
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "inference_mode"))
 def test_torch_modes_of_the_caller_change_nothing_and_are_left_as_they_were(tmp_path, straight, checkpoint, mode):
     model, source = from_file(checkpoint)
     with mode():
@@ -1020,6 +1037,7 @@ def test_a_run_json_without_its_recipe_is_damaged(opened):
         results.open_run(opened.folder)
 
 
+@pytest.mark.slow
 def test_the_model_file_of_another_run_is_refused_before_anything_is_evaluated(opened):
     recipe, other = small_recipe(), opened.folder.with_name("other")
     quantize(tiny_swin(), recipe, other, source={"name": SWIN, "args": SWIN_ARGS})

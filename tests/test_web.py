@@ -40,6 +40,8 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 from maskaq.cli import main as cli  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 _spec = importlib.util.spec_from_file_location("prepare", WEB / "prepare.py")
 prepare = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(prepare)

@@ -393,7 +393,7 @@ HOSTILE = "</code></pre></details><script>alert(1)</script><img src=x onerror=al
 def test_nothing_that_a_run_folder_says_is_markup_in_the_markdown(own, vit):
     run_json = json.loads((own / "run.json").read_text())
     recipe = run_json["identity"]["recipe"]
-    run_json["identity"]["seed"] = recipe["synthesis"]["folder"] = HOSTILE
+    recipe["synthesis"]["folder"] = HOSTILE
     recipe["synthesis"] |= {"steps": 0, "start": "noise"}
     recipe["refresh"]["every"] = 0
     recipe["synthesis"]["terms"][HOSTILE] = recipe["calibration"]["terms"][HOSTILE] = 1.0

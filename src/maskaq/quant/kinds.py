@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from maskaq.errors import ModelError
 from maskaq.models.products import Matmul
 from maskaq.quant.deployed import DeployedConv2d, DeployedLinear, DeployedMatmul
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
@@ -40,6 +41,17 @@ KINDS = (
 def kind_of(module: nn.Module) -> LayerKind | None:
     """The kind of a layer, in whatever form it is; None for a module that is not quantized."""
     return next((k for k in KINDS if type(module) in (k.float_type, k.quantized, k.deployed)), None)
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """ModelError for a student or a deployed model in the place of a full-precision one."""
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None and type(module) is not kind.float_type:
+            raise ModelError(
+                f"this model is quantized already ({name} is a {type(module).__name__}); give the full-precision model "
+                "it was made from"
+            )
 
 
 def layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:

@@ -14,7 +14,7 @@ from torch import nn
 from maskaq.errors import RecipeError, unknown
 from maskaq.models import Matmul, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
-from maskaq.quant.kinds import kind_of
+from maskaq.quant.kinds import kind_of, refuse_quantized
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.site import Site
 from maskaq.recipe.schema import Bits, Quantization, Rule
@@ -76,6 +76,7 @@ def plan_of(model: nn.Module) -> QuantPlan | None:
 
 def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
     """The plan of a recipe for an exposed model."""
+    refuse_quantized(teacher)
     bits = Bits.parse(scheme.bits)
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from maskaq.errors import ModelError
-from maskaq.models import Matmul
-from maskaq.quant.kinds import layers, replace_module
+from maskaq.quant.kinds import layers, refuse_quantized, replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.quantizers import Quantizer, make_quantizer
@@ -22,12 +20,7 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | N
     Args:
         plan: what is quantized and how; by default what the scheme says.
     """
-    for name, module in teacher.named_modules():
-        if isinstance(module, Quantizer) or (isinstance(module, Matmul) and type(module) is not Matmul):
-            raise ModelError(
-                f"this model is quantized already ({name} is a {type(module).__name__}); give the full-precision model "
-                "it was made from"
-            )
+    refuse_quantized(teacher)
     plan = build_plan(teacher, scheme) if plan is None else plan
     twin = copy.deepcopy(teacher)
     for name, (module, kind) in layers(twin).items():

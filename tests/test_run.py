@@ -68,7 +68,7 @@ from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import load_recipe, to_toml
 from maskaq.runs import opened as results
 from maskaq.runs.provenance import pick_device
-from maskaq.runs.quantize import quantize, range_images
+from maskaq.runs.quantize import identity, quantize, range_images
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks.classification import CALIBRATED, EvalResult
@@ -541,6 +541,26 @@ def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, 
     (out / f"images/round_{round:02}/shard_0000.safetensors").unlink()
     quantize(tiny_vit(), recipe, out, progress=Strict())
     assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
+
+
+def test_a_run_of_a_version_without_some_setting_goes_on_with_its_default(tmp_path, straight, monkeypatch):
+    def older(*args):
+        found = identity(*args)
+        del found["recipe"]["quantization"]["rule"], found["recipe"]["synthesis"]["flip"]
+        return found
+
+    recipe, out = small_recipe(*WARM), tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("maskaq.runs.quantize.identity", older)
+        hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 3, interrupt)
+        quantize(tiny_vit(), recipe, out)
+    quantize(tiny_vit(), recipe, out)
+    assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
+    before = content(out)
+    quantize(tiny_vit(), recipe, out)
+    assert content(out) == before
+    with pytest.raises(RunFolderError, match=r"recipe\.synthesis\.flip: 0\.0 in the folder, 0\.5 asked"):
+        quantize(tiny_vit(), small_recipe(*WARM, "synthesis.flip=0.5"), out)
 
 
 def test_asking_a_finished_run_for_its_images_changes_nothing(tmp_path):

@@ -118,7 +118,7 @@ def _run(
         batches(model)  # a wrong folder is told now, not after the work
     exposed = expose(model)
     refuse_zero_weights(exposed)
-    RunFolder.check(args.out, run.identity(model, recipe, args.seed))
+    RunFolder.check(args.out, run.identity(model, recipe, args.seed), run.DEFAULTS)
     run.check_folder(recipe, args.out)
     console.print(draw.plan_table(args.model, model, geometry(exposed), recipe, str(device), args.out))
     with draw.progress_for(console) as progress:

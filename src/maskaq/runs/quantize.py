@@ -1,6 +1,5 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
-import json
 import operator
 import os
 import time
@@ -37,6 +36,9 @@ from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, Checkpoint, RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
+
+DEFAULTS = {"recipe": to_dict(Recipe())}
+"""What holds for settings that the recipe of an older run does not have."""
 
 _MEASURED_ON = 16  # images that widths of mixed precision are chosen on
 
@@ -119,7 +121,7 @@ def quantize(
 
     about = facts(teacher, source, engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
-    with RunFolder.open(out, asked, to_toml(recipe), about, plan.to_dict()) as run:
+    with RunFolder.open(out, asked, to_toml(recipe), about, plan.to_dict(), DEFAULTS) as run:
         if run.read_text("recipe.toml") != to_toml(recipe):
             progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
@@ -189,13 +191,14 @@ def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | Non
     """
     if not os.path.exists(os.path.join(folder, "run.json")):
         return False
-    RunFolder.check(folder, identity)
+    RunFolder.check(folder, identity, DEFAULTS)
+    run = RunFolder.read(folder)
     try:
-        config = pretrained.read_config(RunFolder.read(folder).path(QUANTIZED), sound=True)
+        config = pretrained.read_config(run.path(QUANTIZED), sound=True)
     except PretrainedError:
         return False
     made = config["made"]
-    same = all(made.get(key) == value for key, value in json.loads(json.dumps(identity)).items())
+    same = all(made.get(key) == value for key, value in run.identity.items())
     return same and handover.is_kept(made.get("handover"), keep)
 
 

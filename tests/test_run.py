@@ -3,6 +3,7 @@ that is not the run's own."""
 
 import errno
 import json
+import math
 import os
 import re
 import shlex
@@ -47,6 +48,7 @@ from torchvision.utils import save_image
 import maskaq
 from maskaq.artifact.saved import from_pretrained
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.handover import is_kept, is_worse
 from maskaq.errors import (
     CalibrationError,
     CheckpointError,
@@ -673,6 +675,17 @@ def test_a_student_that_calibration_made_worse_is_not_handed_over(tmp_path):
     assert "worse" in (results.write_report(out).with_suffix(".md")).read_text()
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "noise", "worse"),
+    [(1.0, 0.5, 0.1, False), (1.0, 1.1, 0.1, False), (1.0, 1.3, 0.1, True), (1.0, math.nan, 0.1, True)],
+)
+def test_worse_is_worse_by_more_than_the_noise_of_the_images(start, end, noise, worse):
+    assert is_worse(start, end, noise) == worse
+    told = {"start": start, "end": end, "noise": noise, "kept": "end"}
+    assert is_kept(told, "better") == (not worse) and is_kept(told, "last") and is_kept(told, None)
+    assert not is_kept(told | {"kept": "start"}, "last") and is_kept(told | {"kept": "start"}, "better")
+
+
 def test_the_worse_student_is_handed_over_on_request_without_calibrating_again(tmp_path, monkeypatch):
     out = tmp_path / "run"
     quantize(tiny_vit(), harmful(), out)
@@ -719,7 +732,7 @@ def test_a_run_that_is_continued_hands_over_what_it_was_last_asked_for(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "told", mostly_slow([None, 5, {"kept": 3}, {"start": "x", "end": 1, "kept": "end"}], 5, {"kept": 3})
+    "told", mostly_slow([None, 5, {"kept": 3}, {"start": "x", "end": 1, "noise": 0, "kept": "end"}], 5, {"kept": 3})
 )
 def test_an_edited_handover_is_no_traceback(tmp_path, checkpoint, told):
     model, source = from_file(checkpoint)
@@ -739,7 +752,7 @@ def test_a_student_that_calibration_made_better_is_handed_over_without_a_word(tm
     recipe = small_recipe("calibration.lr=1e-4", "calibration.optimizer=adamw", "calibration.epochs=12")
     quantize(tiny_vit(), recipe, tmp_path / "run", progress=ears, report=False)
     (told,) = [event for event in RunFolder.read(tmp_path / "run").events() if event["stage"] == "hand over"]
-    assert told["kept"] == "end" and told["end"] <= told["start"]
+    assert told["kept"] == "end" and told["end"] - told["start"] <= 2 * told["noise"]
     assert not ears.notes
 
 

@@ -4,6 +4,7 @@ A recipe that does not fit a model can make it worse. So both are compared with 
 did not see. They are dead leaves, which cost nothing to make, and show a model edges, textures and colours.
 """
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class Handover:
     """Mean KL(P || Q) on the held-out images, before calibration."""
     end: float
     """The same after it."""
+    noise: float
+    """Standard error of the difference, over the images."""
     images: int
     kept: str
     """`end` or `start`."""
@@ -50,7 +53,7 @@ class Handover:
 
     @property
     def end_is_worse(self) -> bool:
-        return not self.end <= self.start  # NaN is worse too
+        return is_worse(self.start, self.end, self.noise)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,13 +66,12 @@ class Handover:
 
 def is_kept(told: Any, keep: str | None) -> bool:
     """Whether what a saved model tells of its handover is what `keep` asks for; None asks for nothing."""
-    found = told if isinstance(told, dict) and not misfit(told, {"start": float, "end": float, "kept": str}) else {}
+    form = {"start": float, "end": float, "noise": float, "kept": str}
+    if not isinstance(told, dict) or misfit(told, form) or None in (told["start"], told["end"], told["noise"]):
+        return True  # it tells nothing that could be compared
     if keep == "last":
-        return found.get("kept") != "start"
-    start, end = found.get("start"), found.get("end")
-    if keep != "better" or found.get("kept") != "end" or start is None or end is None:
-        return True
-    return bool(float(end) <= float(start))
+        return bool(told["kept"] != "start")
+    return keep is None or told["kept"] != "end" or not is_worse(told["start"], told["end"], told["noise"])
 
 
 def compare(
@@ -88,12 +90,19 @@ def compare(
     progress.stage("compare before and after", 3 * count)
     images = held_out_images(teacher, count, seed)
     expected = _predictions(teacher, images, progress)
-    kl = {
-        name: F.kl_div(_predictions(student, images, progress), expected, reduction="batchmean", log_target=True).item()
-        for name, student in (("start", start), ("end", end))
-    }
-    kept = "end" if keep == "last" or kl["end"] <= kl["start"] else "start"
-    return Handover(kl["start"], kl["end"], len(images), kept, time.monotonic() - began)
+    before, after = (
+        F.kl_div(_predictions(student, images, progress), expected, reduction="none", log_target=True).sum(dim=1)
+        for student in (start, end)
+    )
+    noise = float((after - before).std() / math.sqrt(count))
+    worse = is_worse(before.mean().item(), after.mean().item(), noise)
+    kept = "start" if worse and keep == "better" else "end"
+    return Handover(before.mean().item(), after.mean().item(), noise, count, kept, time.monotonic() - began)
+
+
+def is_worse(start: float, end: float, noise: float) -> bool:
+    """Whether calibration made the model worse beyond the noise of so few images. NaN is worse too."""
+    return not end - start <= 2 * noise
 
 
 def held_out_count(recipe: Recipe) -> int:

@@ -70,7 +70,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def unwritable(file: str | Path) -> str | None:
-    """The message for a file that could not be written there, so that it is told before the work; None if it could."""
+    """Why a file could not be written there, so that a command fails early; None if it could."""
     if not str(file):
         return "expected the name of a file to write, got an empty one"
     try:

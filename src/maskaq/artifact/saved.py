@@ -125,7 +125,7 @@ def write(
     labels: Sequence[str] | None = None,
     made: Mapping[str, Any] | None = None,
 ) -> None:
-    """`save_pretrained` without its questions: whatever is at root is replaced, and the architecture may be unknown."""
+    """Unchecked write: whatever is at root is replaced, and the architecture may be unknown."""
     tensors = _stored(deployed)
     described, labelled = _described(deployed, architecture), _labelled(deployed, labels)
     sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either

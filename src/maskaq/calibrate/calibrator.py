@@ -230,7 +230,7 @@ class Calibrator:
         return torch.optim.SGD(groups, momentum=self.config.momentum, nesterov=self.config.momentum > 0, fused=True)
 
     def _set_pace(self, error: float) -> None:
-        """Steps as long as the way to go: a student that starts near the teacher would only be carried away by more.
+        """Scale the learning rate by the student's initial error, at most 1.
 
         Kept with the optimiser's state, for a resumed run can no longer measure it.
         """

@@ -213,7 +213,7 @@ def export(args: argparse.Namespace, console: Console) -> None:
         opened = results.open_run(path)
         model = opened.calibrated()
         images = geometry(model).normalise(to_pixels(opened.images().images[:_VERIFIED_ON]))
-    loader = _batches(args)(model) if args.data else None  # a wrong folder is told before the work
+    loader = _batches(args)(model) if args.data else None  # a wrong folder fails early
     saved = model.maskaq_config
     metadata = {
         "bits": bits_of(saved),

@@ -25,7 +25,7 @@ _EXAMPLES = """examples:
   maskaq quantize deit_tiny_patch16_224 --checkpoint deit_t.safetensors --bits w4a8 --data imagenet/val
   maskaq evaluate runs/deit_t --data imagenet/val
   maskaq export runs/deit_t --format onnx              a file for ONNX Runtime or OpenVINO, verified
-  maskaq report runs/deit_t                            a page to look at, in the run folder
+  maskaq report runs/deit_t                            an HTML report, in the run folder
   maskaq list keys                                     every setting, for --set key=value
 
 A run continues where it stopped when the same command is given again."""
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _data_options(sub, required=False)
 
-    sub = command("report", "a page to look at: images, attention, curves, layers; several runs side by side")
+    sub = command("report", "an HTML report: images, attention, curves, layers; several runs side by side")
     sub.add_argument("folders", type=_path, metavar="RUN", nargs="+", help="run folders")
     sub.add_argument(
         "-o",
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("what", choices=("models", "recipes", "terms", "quantizers", "keys"))
     sub.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="only these names, such as 'swin*'")
 
-    sub = command("demo", "quantize an embedded CIFAR-10 model without data and show what was won back")
+    sub = command("demo", "quantize an embedded CIFAR-10 model without data and show the accuracy that is recovered")
     sub.add_argument("--model", choices=("vit", "swin"), default="vit")
     sub.add_argument("--bits", default="w3a3", help="wXaY, X and Y from 2 to 8 (default: w3a3)")
     sub.add_argument("--out", type=_path, metavar="DIR", help="run folder (default: runs/demo-MODEL-BITS)")

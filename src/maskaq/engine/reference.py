@@ -1,4 +1,4 @@
-"""The plain engine: every step as it is written, eager and in float32, on any device. And the face of every engine."""
+"""Reference engine (eager, float32, any device) and base class of all engines."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +12,7 @@ Step = Callable[[], None]
 
 
 class Engine:
-    """The plain way, and the face of every engine."""
+    """Reference engine, and base class of all engines."""
 
     name = "plain"
     losses = LossRunner()

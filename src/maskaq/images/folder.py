@@ -30,7 +30,7 @@ class FolderImages:
         self.geometry, config = geometry(teacher), data_config(teacher)
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
-        self.trajectory: Trajectory | None = None  # nothing is on its way
+        self.trajectory: Trajectory | None = None  # nothing is optimised
         self.blamed: str | None = None  # and nothing can become NaN
 
     @cached_property
@@ -54,6 +54,9 @@ class FolderImages:
 
     def shards_at_once(self, missing: int) -> int:
         return 1
+
+    def seconds_per_image_step(self) -> float | None:
+        return None
 
     def _read(self, file: Path) -> Tensor:
         """(1, C, H, W) uint8."""

@@ -51,7 +51,7 @@ class SyntheticSet:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One image on its way, from its start."""
+    """Snapshots of one image's optimisation, from its start."""
 
     number: int
     images: Tensor

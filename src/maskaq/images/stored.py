@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 from maskaq import randomness
 from maskaq.errors import RunFolderError, SynthesisError
-from maskaq.images.folder import FolderImages
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.synthesis import Synthesizer
+from maskaq.images.source import ImageSource
 from maskaq.models import geometry
 from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, TRAJECTORY_FILE, RunFolder, Shard
-
-ImageSource = Synthesizer | FolderImages
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
@@ -267,7 +264,7 @@ class StoredImages:
         return self._known[key]
 
     def _keep_trajectory(self, round: int, first: bool) -> None:
-        """One image of the round on its way: the first, or the first of a later shard where that one was lost."""
+        """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
         path, trajectory = self.run.path(TRAJECTORY_FILE.format(round=round)), self.source.trajectory
         if trajectory is not None and (first or not path.exists()):
             words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}

@@ -124,8 +124,10 @@ class Synthesizer:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0] * 0.75 / max(1, used / few))
 
-    def seconds_per_image_step(self) -> float:
-        """One step of one image, after the set-up; from a few steps."""
+    def seconds_per_image_step(self) -> float | None:
+        """One step of one image, after the set-up; from a few steps. None where images are what they start from."""
+        if not self.recipe.most_steps:
+            return None
         count = min(self.config.images, self.images_at_once())
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))

@@ -42,7 +42,7 @@ class AttentionProducts(nn.Module):
         self.fused: Callable[..., dict[str, Tensor]] | None = None
         """Stands in for `products` while the fast engine lends a kernel."""
         self.listened: tuple[str, ...] = ()
-        """The points that somebody listens to."""
+        """Active tap points."""
         self.passed: dict[str, Tensor] = {}
         """What passed each of them in the latest forward pass."""
 

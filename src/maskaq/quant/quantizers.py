@@ -44,7 +44,7 @@ class Quantizer(nn.Module):
         self.ready = False
         self.observed: list[Tensor] | None = None
         self.share = 1.0
-        """How much of its batch an activation is: in parts or whole, a range gets the same gradient."""
+        """Share of the batch in this micro-batch; keeps the LSQ gradient scale constant."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:

@@ -36,7 +36,7 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
 _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
-_MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # more are a slip of the finger, and plans of them fill the memory
+_MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # upper bounds that catch typos
 # Beyond these, numbers do not fit into float32 or nothing is left to learn: a clear refusal in place of Inf.
 _LARGEST_LR, _LARGEST_WEIGHT, _LARGEST_CHANGE = 1_000, 1_000_000_000, 100
 

@@ -141,7 +141,7 @@ class Record:
 
     @cached_property
     def trajectories(self) -> dict[int, Trajectory]:
-        """Round -> one image on its way."""
+        """Round -> snapshots of one image's optimisation."""
         found = {}
         for round in range(len(self.recipe.rounds)):
             path = self.run.path(TRAJECTORY_FILE.format(round=round))

@@ -21,7 +21,8 @@ from maskaq.engine import pick_engine
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RecipeError, RunFolderError
 from maskaq.images.folder import FolderImages
 from maskaq.images.sets import SyntheticSet, image_files, to_pixels
-from maskaq.images.stored import ImageSource, StoredImages, StudentHistory, latest_images, noise, state_digest
+from maskaq.images.source import ImageSource
+from maskaq.images.stored import StoredImages, StudentHistory, latest_images, noise, state_digest
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
@@ -142,19 +143,7 @@ def quantize(
             images = stored.of_round(round)
             if history.epoch == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
-            left = range(max(history.epoch, epochs.start), epochs.stop)
-            title = f"calibrate, round {round + 1} of {len(recipe.rounds)}"
-            progress.stage(title, len(images) * len(epochs), done=len(images) * (len(epochs) - len(left)))
-            last_saved = time.monotonic()
-            for epoch in left:
-                began = time.monotonic()
-                losses = calibrator.epoch(images, epoch)
-                history.epoch = epoch + 1
-                seconds = time.monotonic() - began
-                run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
-                if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
-                    _checkpoint(run, student, calibrator, history.epoch, stored.digests[round])
-                    last_saved = time.monotonic()
+            _calibrate(run, calibrator, history, images, round, stored.digests[round], checkpoint_seconds)
         start = quantized_twin(teacher, recipe.quantization, plan)
         init_ranges_(
             start, range_images(teacher, stored.first(recipe.quantization.range_images), recipe), recipe.quantization
@@ -165,6 +154,34 @@ def quantize(
             models = {"teacher": teacher, "searched": start, "student": chosen}
             _collect_report(run, recipe, seed, models, progress)
     return Result(model=chosen, folder=Path(out))
+
+
+def _calibrate(
+    run: RunFolder,
+    calibrator: Calibrator,
+    history: StudentHistory,
+    images: SyntheticSet,
+    round: int,
+    shards: list[str],
+    checkpoint_seconds: float,
+) -> None:
+    """The epochs of a round that are left, with a checkpoint now and then and at the end."""
+    rounds = history.recipe.rounds
+    epochs = rounds[round]
+    left = range(max(history.epoch, epochs.start), epochs.stop)
+    done = len(epochs) - len(left)
+    title = f"calibrate, round {round + 1} of {len(rounds)}"
+    calibrator.progress.stage(title, len(images) * len(epochs), done=len(images) * done)
+    last_saved = time.monotonic()
+    for epoch in left:
+        began = time.monotonic()
+        losses = calibrator.epoch(images, epoch)
+        history.epoch = epoch + 1
+        seconds = time.monotonic() - began
+        run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
+        if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
+            _checkpoint(run, history.student, calibrator, history.epoch, shards)
+            last_saved = time.monotonic()
 
 
 def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progress | None = None) -> QuantPlan:
@@ -310,8 +327,7 @@ def _forecast(
         if first_epoch < epochs.stop:
             there = len(run.shards(round)) * recipe.synthesis.batch / recipe.synthesis.images
             steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
-    timed = isinstance(source, Synthesizer) and recipe.most_steps > 0
-    one_step = source.seconds_per_image_step() if timed else 5 * one_pass  # type: ignore[union-attr]
+    one_step = source.seconds_per_image_step() or 5 * one_pass
     seconds = one_step * recipe.synthesis.images * steps
     if not only_images:
         passes = 3 * handover.held_out_count(recipe) + recipe.quantization.range_images

@@ -59,7 +59,7 @@ QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
 TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
-"""One image of a round on its way from its start."""
+"""Snapshots of the optimisation of one image of a round."""
 
 # What a run killed before its run.json was in place may have left behind.
 _UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
@@ -140,7 +140,7 @@ def _check_format(root: Path, run: dict[str, Any]) -> None:
 
 
 def _lock(root: Path) -> BaseFileLock:
-    """The lock on root, held. It is the kernel's: it goes when its holder goes, however that ends."""
+    """The lock on root, held: an OS lock, released when the process exits, however that ends."""
     lock = FileLock(own_path(root, ".lock"), timeout=0)
     with explained(root):
         try:

@@ -59,7 +59,7 @@ def weights_of(file: str | Path) -> Path:
 
 
 def check_target(file: str | Path, format: str) -> Path:
-    """The file, if a model in this format can be written there: told before the work."""
+    """The file, if a model in this format can be written there; ExportError otherwise, so that export fails early."""
     path = Path(file)
     if path.suffix != SUFFIXES[format]:
         raise ExportError(f"{file}: expected a name that ends in {SUFFIXES[format]} for --format {format}")

@@ -197,8 +197,13 @@ class StoredImages:
             return None
         known = self._known_of(round)
         if known.shards is not None:
-            return found if found.digest == known.shards[shard] else None
-        return found if known.student in (None, found.student) else None
+            fits = found.digest == known.shards[shard]
+        else:
+            fits = known.student in (None, found.student)
+        if not fits:
+            why = "is not the one that calibration used" if known.shards else "was made against another student"
+            self.progress.note(f"shard {shard} of round {round} {why}: it is made again")
+        return found if fits else None
 
     def _make(self, round: int, shards: list[int]) -> dict[int, Shard]:
         """Make some shards together and store each. A shard that calibration has used must come out the same."""

@@ -259,3 +259,18 @@ def test_fixed_sites_keep_their_bits_and_count_for_the_average():
     recipe = small_recipe("quantization.bits=mixed:3.0", 'quantization.rule={match="head.weight", bits=8}')
     plan = make_plan(expose(tiny_vit()), recipe)
     assert plan.sites["head.weight"].bits == 8
+
+
+def test_a_rule_that_sets_the_base_width_fixes_it_and_an_average_out_of_reach_is_told():
+    teacher = expose(tiny_vit())
+    plan = make_plan(teacher, small_recipe("quantization.bits=mixed:3.0", SET[1].replace('"2"', '"3"')))
+    assert {site.bits for site in plan if site.name.endswith("fc1.weight")} == {3}
+    for words in (("quantization.first_last=8",), ('quantization.rule={match="*.weight", bits=8}',)):
+        with pytest.raises(RecipeError, match="cannot be reached"):
+            make_plan(teacher, small_recipe("quantization.bits=mixed:2", *words))
+
+
+def test_a_plan_of_another_model_is_refused():
+    plan = build_plan(expose(tiny_swin()), Quantization())
+    with pytest.raises(MaskaqError, match="sites that this model has not"):
+        quantized_twin(expose(tiny_vit()), Quantization(), plan)

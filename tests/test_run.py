@@ -66,6 +66,7 @@ from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
 from maskaq.progress import Progress
+from maskaq.quant.quantizers import QUANTIZERS, Static
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import load_recipe, to_toml
 from maskaq.runs import opened as results
@@ -563,6 +564,53 @@ def test_a_run_of_a_version_without_some_setting_goes_on_with_its_default(tmp_pa
     assert content(out) == before
     with pytest.raises(RunFolderError, match=r"recipe\.synthesis\.flip: 0\.0 in the folder, 0\.5 asked"):
         quantize(tiny_vit(), small_recipe(*WARM, "synthesis.flip=0.5"), out)
+
+
+@every_run
+def test_a_resumed_run_takes_the_shards_that_are_there_whatever_was_timed(tmp_path, straight, kind, seconds):
+    recipe, out = small_recipe(*kind), tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        hook(patch.setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 4, interrupt)
+        quantize(tiny_vit(), recipe, out, checkpoint_seconds=seconds)
+    made = {path: path.stat().st_mtime_ns for path in out.glob("images/*/shard_*")}
+    ears = Ears()
+    quantize(tiny_vit(), recipe, out, progress=ears, forecast=True, report=False)
+    assert len(made) == 3 and all(path.stat().st_mtime_ns == moment for path, moment in made.items())
+    assert not [note for note in ears.notes if "made again" in note]
+    assert_same(tensors(out / WEIGHTS), tensors(straight(kind) / WEIGHTS))
+
+
+def test_a_lost_model_and_a_lost_first_shard_of_a_finished_run_come_back_or_stop(tmp_path, straight, monkeypatch):
+    out, recipe = copy_of(straight(WARM), tmp_path / "run"), small_recipe(*WARM)
+    shutil.rmtree(out / QUANTIZED)
+    (out / "images/round_00/shard_0000.safetensors").unlink()
+    real = Synthesizer.__call__
+
+    def elsewhere(*args):
+        made = real(*args)
+        made.images[0, 0, 0, 0] ^= 1
+        return made
+
+    with monkeypatch.context() as patch, pytest.raises(RunFolderError, match="shards 0 of round 0"):
+        patch.setattr(Synthesizer, "__call__", elsewhere)
+        quantize(tiny_vit(), recipe, out)
+    quantize(tiny_vit(), recipe, out)
+    assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
+
+
+def test_what_cannot_be_saved_in_the_end_is_told_before_anything_is_written(tmp_path):
+    class Odd(Static):
+        def dequantize(self, codes):
+            return super().dequantize(codes)
+
+    name = f"odd_{tmp_path.name}"
+    maskaq.quantizer(name)(Odd)
+    try:
+        with pytest.raises(MaskaqError, match="only uniform grids"):
+            quantize(tiny_vit(), small_recipe(f"quantization.activation={name}"), tmp_path / "run")
+    finally:
+        del QUANTIZERS[name]
+    assert not (tmp_path / "run").exists()
 
 
 def test_asking_a_finished_run_for_its_images_changes_nothing(tmp_path):

@@ -325,7 +325,7 @@ def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
         lambda: reader.write_json("metrics.json", {}),
         lambda: reader.event(kind="x"),
         lambda: reader.write_shard(0, 0, b""),
-        lambda: reader.save_checkpoint(Checkpoint(1, {}, "", [])),
+        lambda: reader.save_checkpoint(Checkpoint(1, {}, "", {})),
     ):
         with pytest.raises(RunFolderError, match="reading only"):
             write()
@@ -434,7 +434,7 @@ def test_a_shard_in_a_place_that_is_not_its_own_is_named(run, tmp_path):
 
 
 def checkpoint(epoch: int, value: float = 1.0) -> Checkpoint:
-    return Checkpoint(epoch, {"w": torch.full((2,), value)}, "{}", ["a", "b"])
+    return Checkpoint(epoch, {"w": torch.full((2,), value)}, "{}", {0: ["a", "b"]})
 
 
 def test_the_newest_checkpoint_is_loaded_and_two_are_kept(run):
@@ -444,7 +444,7 @@ def test_the_newest_checkpoint_is_loaded_and_two_are_kept(run):
         assert path.exists() and len(names(path.parent)) == min(epoch, 2)
     found = RunFolder.read(run.root).load_checkpoint()
     assert found is not None and torch.equal(found.tensors["w"], torch.full((2,), 4.0))
-    assert (found.epoch, found.layout, found.shards) == (4, "{}", ["a", "b"])
+    assert (found.epoch, found.layout, found.shards) == (4, "{}", {0: ["a", "b"]})
     assert run.load_checkpoint(2) is None and run.load_checkpoint(3).epoch == 3
 
 
@@ -576,7 +576,7 @@ def test_an_optimiser_saved_in_a_checkpoint_continues_bit_for_bit(run, make):
     for seed in range(3):
         step(model, optimiser, seed)
     tensors, meta = flatten_state({"model": dict(model.state_dict()), "optimiser": optimiser.state_dict()})
-    run.save_checkpoint(Checkpoint(3, tensors, meta, []))
+    run.save_checkpoint(Checkpoint(3, tensors, meta, {}))
     saved = run.load_checkpoint()
     state = restore_state(saved.tensors, saved.layout)
     assert same(state["optimiser"], optimiser.state_dict())

@@ -157,10 +157,10 @@ def as_deployed(model: nn.Module) -> nn.Module:
     """A deployed copy of a calibrated student, or of a deployed model."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a quantized model to save, got {type(model).__name__}")
-    if any(isinstance(module, CodedWeight) for module in model.modules()):
+    if any(isinstance(module, CodedWeight | FixedGrid) for module in model.modules()):
         return copy.deepcopy(model).cpu().eval().requires_grad_(False)
     deployed = deploy(model)
-    if not any(isinstance(module, CodedWeight) for module in deployed.modules()):
+    if not any(isinstance(module, CodedWeight | FixedGrid) for module in deployed.modules()):
         raise ModelError(f"this {type(model).__name__} is not quantized: maskaq.quantize gives a model to save")
     return deployed
 
@@ -358,6 +358,9 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
         for key, bits in site.items():
             if bits is not None and (type(bits) is not int or bits not in WIDTHS):
                 raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
+        odd = [s for s in kind.slots if (told := plan.get(name, s)) is not None and told.bits != site[f"{s}_bits"]]
+        if odd:
+            raise ModelError(f"site {name!r}: sites and plan of {CONFIG} differ in the bits of {odd[0]}")
         bits_of = (site[key] for key in keys)
         parts = (None if b is None else (b, plan.get(name, slot)) for b, slot in zip(bits_of, kind.slots, strict=True))
         replace_module(model, name, kind.deployed.blank(module, *parts))

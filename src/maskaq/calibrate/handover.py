@@ -1,4 +1,4 @@
-"""Never worse than the start: which student a run hands over, the calibrated one or the one calibration began with.
+"""Not measurably worse than the start: which student a run hands over, the calibrated one or the one it began as.
 
 A recipe that does not fit a model can make it worse. So both are compared with the teacher on images that calibration
 did not see. They are dead leaves, which cost nothing to make, and show a model edges, textures and colours.
@@ -112,11 +112,11 @@ def held_out_count(recipe: Recipe) -> int:
     return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
 
 
-def held_out_images(teacher: nn.Module, count: int, seed: int) -> Tensor:
+def held_out_images(teacher: nn.Module, count: int, seed: int, purpose: str = "held out") -> Tensor:
     """Dead leaves that no run of this seed starts from, as the model takes them."""
     device = next(teacher.parameters()).device
     facts = geometry(teacher).to(device)
-    keys = randomness.fold(randomness.image_keys(seed, torch.arange(count, device=device)), "held out")
+    keys = randomness.fold(randomness.image_keys(seed, torch.arange(count, device=device)), purpose)
     return facts.normalise(dead_leaves(keys, facts.channels, *facts.image_size))
 
 

@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from maskaq.images.sets import SyntheticSet
 from maskaq.images.source import ImageSource
 from maskaq.models import geometry
 from maskaq.quant.plan import QuantPlan
-from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, TRAJECTORY_FILE, RunFolder, Shard
@@ -88,6 +87,14 @@ def latest_images(run: RunFolder) -> SyntheticSet:
     return SyntheticSet.concatenate(load_images(run, latest, shard) for shard in there)
 
 
+def first_student(teacher: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int) -> nn.Module:
+    """A student with ranges from noise: what the first images are made against."""
+    scheme = recipe.quantization
+    student = quantized_twin(teacher, scheme, plan)
+    init_ranges_(student, noise(teacher, scheme.range_images, seed), scheme)
+    return student
+
+
 class StudentHistory:
     """The student now, and as it was at the start of each round."""
 
@@ -98,13 +105,6 @@ class StudentHistory:
         self.recipe, self.plan, self.seed = recipe, plan, seed
         self.epoch = 0
         """Epochs that the student has behind it."""
-
-    def first_student(self) -> nn.Module:
-        """A student with ranges from noise: what the first images are made against."""
-        scheme = self.recipe.quantization
-        student = quantized_twin(self.teacher, scheme, self.plan)
-        init_ranges_(student, noise(self.teacher, scheme.range_images, self.seed), scheme)
-        return student
 
     @contextmanager
     def at_start_of(self, round: int) -> Iterator[None]:
@@ -124,14 +124,17 @@ class StudentHistory:
     def digest_at_start_of(self, round: int) -> str | None:
         """None where that student is not known any more."""
         state = self.student.state_dict() if self._is_at_start_of(round) else self._start_of(round)
-        return None if state is None else state_digest(state)
+        if state is None:
+            return None
+        derived = {f"{name}.{key}" for name, q in quantizers(self.student).items() for key in q.derived}
+        return state_digest({key: value for key, value in state.items() if key not in derived})
 
     def _is_at_start_of(self, round: int) -> bool:
         return self.epoch == self.recipe.rounds[round].start
 
     def _start_of(self, round: int) -> dict[str, Any] | None:
         if round == 0:
-            return dict(self.first_student().state_dict())
+            return dict(first_student(self.teacher, self.recipe, self.plan, self.seed).state_dict())
         saved = self.run.load_checkpoint(self.recipe.rounds[round].start)
         return None if saved is None else saved.state()["student"]
 
@@ -145,9 +148,11 @@ class StoredImages:
         numbers = torch.arange(self.recipe.synthesis.images)
         self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
         """Numbers of the images in each shard."""
+        self.used: dict[int, list[str]] = {}
+        """Digests of the shards of each round that the newest checkpoint was calibrated on."""
         self.digests: dict[int, list[str]] = {}
-        """Of the shards of each round that was asked for."""
-        self._known: dict[tuple[int, int], _Known] = {}
+        """The same of the rounds that were asked for since."""
+        self._against: dict[tuple[int, int], str | None] = {}
 
     def of_round(self, round: int) -> SyntheticSet:
         """All images of a round."""
@@ -157,6 +162,8 @@ class StoredImages:
         if self._is_warm(round):
             for shard in missing:  # before this round's progress begins
                 self._ensure(round - 1, shard)
+        if missing:
+            self._check_source(round)
         done = sum(len(self.numbers[shard]) for shard in found)
         title = f"{self.source.stage}, round {round + 1} of {len(self.recipe.rounds)}"
         self.progress.stage(title, config.images * work, done=done * work)
@@ -183,6 +190,7 @@ class StoredImages:
         if found is None:
             work = len(self.numbers[shard]) * max(1, self.recipe.steps_in_round(round))
             self.progress.stage(f"{self.source.stage} again: shard {shard} of round {round + 1}", work)
+            self._check_source(round)
             found = self._make(round, [shard])[shard]
         return _as_images(self.run, round, shard, found)
 
@@ -195,26 +203,25 @@ class StoredImages:
         except files.DamagedError as error:
             self.progress.note(f"{error.path} is damaged ({error.reason}): it is made again")
             return None
-        known = self._known_of(round)
-        if known.shards is not None:
-            fits = found.digest == known.shards[shard]
+        used = self.used.get(round)
+        if used is not None:
+            fits = shard < len(used) and found.digest == used[shard]
         else:
-            fits = known.student in (None, found.student)
+            fits = not self.recipe.data_free or self._made_against(round) in (None, found.student)
         if not fits:
-            why = "is not the one that calibration used" if known.shards else "was made against another student"
+            why = "is not the one that calibration used" if used else "was made against another student"
             self.progress.note(f"shard {shard} of round {round} {why}: it is made again")
         return found if fits else None
 
     def _make(self, round: int, shards: list[int]) -> dict[int, Shard]:
         """Make some shards together and store each. A shard that calibration has used must come out the same."""
         began = time.monotonic()
-        known = self._known_of(round)
-        against = self.source.fingerprint or known.student
+        used = self.used.get(round)
+        against = self._made_against(round)
         if against is None:
             raise self._lost(round, shards, "the student that they were made against is not kept any more")
         earlier = [self._ensure(round - 1, shard) for shard in shards if self._is_warm(round)]
         start = SyntheticSet.concatenate(earlier) if earlier else None
-        self._check_source(round)
         with self.history.at_start_of(round):
             images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round, start)
         seconds = (time.monotonic() - began) / len(shards)
@@ -224,10 +231,11 @@ class StoredImages:
             lost = sorted(set(self.numbers[shard].tolist()) - set(part.indices.tolist()))
             sealed[shard] = self.run.seal_shard(round, shard, part.tensors(), against, lost)
             made[shard] = Shard(part.tensors(), against, lost, files.digest_of(sealed[shard]))
-        if known.shards is not None:
-            differ = [shard for shard in shards if made[shard].digest != known.shards[shard]]
+        if used is not None:
+            differ = [shard for shard in shards if shard >= len(used) or made[shard].digest != used[shard]]
             if differ:
-                raise self._lost(round, differ, "made again they come out different, on another device or version")
+                why = "made again they come out different (another device, other versions, or a GPU's own batches)"
+                raise self._lost(round, differ, why)
         self._keep_trajectory(round, first=shards[0] == 0)
         for shard in shards:
             self.run.write_shard(round, shard, sealed[shard])
@@ -241,11 +249,12 @@ class StoredImages:
             return
         for shard in self.run.shards(round):
             with suppress(files.DamagedError):
-                if self.run.load_shard(round, shard).student != self.source.fingerprint:
-                    raise RunFolderError(
-                        f"{self.recipe.synthesis.folder} has changed since {self.run.root} was begun: put its images "
-                        "back as they were and run the same command again, or start the run anew with another --out"
-                    )
+                if self.run.load_shard(round, shard).student == self.source.fingerprint:
+                    return  # one sound shard tells
+                raise RunFolderError(
+                    f"{self.recipe.synthesis.folder} has changed since {self.run.root} was begun: put its images "
+                    "back as they were and run the same command again, or start the run anew with another --out"
+                )
 
     def _lost(self, round: int, shards: list[int], why: str) -> RunFolderError:
         return RunFolderError(
@@ -257,16 +266,12 @@ class StoredImages:
     def _is_warm(self, round: int) -> bool:
         return round > 0 and self.recipe.refresh.start == "warm"
 
-    def _known_of(self, round: int) -> "_Known":
+    def _made_against(self, round: int) -> str | None:
+        """Digest of what the round's images are made against: the folder's files, or the student as the round began."""
         key = (round, self.history.epoch)
-        if key not in self._known:
-            epochs = self.recipe.rounds[round]
-            after = [epoch for epoch in self.run.checkpoints() if epochs.start < epoch <= epochs.stop]
-            used = self.run.load_checkpoint(after[-1]) if after else None
-            shards = used.shards if used else None
-            student = self.history.digest_at_start_of(round) if self.recipe.data_free else None
-            self._known[key] = _Known(shards, student)
-        return self._known[key]
+        if key not in self._against:
+            self._against[key] = self.source.fingerprint or self.history.digest_at_start_of(round)
+        return self._against[key]
 
     def _keep_trajectory(self, round: int, first: bool) -> None:
         """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
@@ -292,13 +297,3 @@ class StoredImages:
             f"{lost} of {config.images} images were lost to NaN or Inf, more than synthesis.max_lost "
             f"{config.max_lost} allows; {cause}, in a new run folder"
         )
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What the shards of a round must be."""
-
-    shards: list[str] | None
-    """Their digests, once an epoch on them is in a checkpoint."""
-    student: str | None
-    """Digest of the student at the start of the round; None where it is not kept any more, or does not matter."""

@@ -6,15 +6,17 @@ images. Bits then go where they save most, one layer at a time, until the averag
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from maskaq.errors import RecipeError
 from maskaq.progress import Progress
 from maskaq.quant.kinds import layers
 from maskaq.quant.layers import QuantWeightMixin
-from maskaq.quant.plan import QuantPlan
+from maskaq.quant.plan import QuantPlan, has_own_bits
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Quantization
 
@@ -35,21 +37,22 @@ def choose_bits(
 ) -> QuantPlan:
     """The plan with other widths for weights: at most `average` bits over all weights that the plan quantizes.
 
-    Sites that a rule or `first_last` gives other bits than the rest keep them, and count.
+    Sites whose bits a rule or `first_last` sets keep them, and count.
     """
-    usual = _usual_bits(plan)
-    sizes = {f"{name}.weight": m.weight.numel() for name, (m, _) in layers(teacher).items() if hasattr(m, "weight")}  # type: ignore[operator]
     weights = [site.name for site in plan if site.role == "weight"]
-    free = [name for name in weights if plan.sites[name].bits == usual]
+    fixed = {name for name in weights if has_own_bits(teacher, scheme, name)}
+    free = [name for name in weights if name not in fixed]
+    modules = {name: module for name, (module, kind) in layers(teacher).items() if "weight" in kind.slots}
+    sizes: dict[str, int] = {f"{name}.weight": module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr, misc]
     budget = average * sum(sizes[name] for name in weights)
-    budget -= sum(plan.sites[name].bits * sizes[name] for name in weights if name not in free)
+    budget -= sum(plan.sites[name].bits * sizes[name] for name in fixed)
+    if not free or budget < min(WIDTHS) * sum(sizes[name] for name in free):
+        raise RecipeError(
+            f"quantization.bits {scheme.bits!r}: the average cannot be reached with the bits that rules and first_last "
+            "give to some weights; raise it, or take rules away"
+        )
     costs = measure_costs(teacher, plan, scheme, free, images, progress)
     return plan.with_bits(allocate(costs, sizes, budget))
-
-
-def _usual_bits(plan: QuantPlan) -> int:
-    widths = [site.bits for site in plan if site.role == "weight"]
-    return max(set(widths), key=widths.count)
 
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def measure_costs(
     expected = teacher(images).double().log_softmax(dim=1)
     costs: Costs = {name: {} for name in sites}
     for bits in WIDTHS:
-        alone = QuantPlan({name: plan.with_bits({name: bits}).sites[name] for name in sites})
+        alone = QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites})
         student = quantized_twin(teacher, scheme, alone)
         init_ranges_(student, images[:1], scheme)
         for name in sites:

@@ -103,6 +103,12 @@ def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
     return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*facts.first, *facts.last)]
 
 
+def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:
+    """Whether a rule or `first_last` sets the bits of a site."""
+    rules = (*_first_and_last(teacher, scheme), *scheme.rule)
+    return any(rule.bits and fnmatchcase(name, rule.match) for rule in rules)
+
+
 def _ruled(sites: dict[str, Site], rules: Iterable[Rule]) -> dict[str, Site]:
     in_float: set[str] = set()
     for rule in rules:

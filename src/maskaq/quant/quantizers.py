@@ -29,6 +29,8 @@ class Quantizer(nn.Module):
     """
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Buffers that every forward pass computes anew: no part of what a student is."""
     scale: Tensor
     zero_point: Tensor
 
@@ -168,6 +170,7 @@ class MinMax(Static):
     """Symmetric weights whose range follows them while they are trained: the largest magnitude of each channel."""
 
     roles = ("weight",)
+    derived = ("scale",)
 
     def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
         """A range that follows the weights is set by cutting them, in place: nothing lies beyond it any more."""

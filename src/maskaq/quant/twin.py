@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from maskaq.errors import ModelError
 from maskaq.quant.kinds import layers, refuse_quantized, replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, build_plan
@@ -23,6 +24,9 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | N
     refuse_quantized(teacher)
     plan = build_plan(teacher, scheme) if plan is None else plan
     twin = copy.deepcopy(teacher)
+    known = {f"{name}.{slot}" for name, (_, kind) in layers(twin).items() for slot in kind.slots}
+    if odd := plan.sites.keys() - known:
+        raise ModelError(f"the plan has {len(odd)} sites that this model has not, {min(odd)!r} first")
     for name, (module, kind) in layers(twin).items():
         sites = (plan.get(name, slot) for slot in kind.slots)
         parts = (nn.Identity() if site is None else make_quantizer(site.quantizer, site) for site in sites)

@@ -22,7 +22,7 @@ from maskaq.errors import MaskaqError, ModelError, PretrainedError, RecipeError,
 from maskaq.images.folder import FolderImages
 from maskaq.images.sets import SyntheticSet, image_files, to_pixels
 from maskaq.images.source import ImageSource
-from maskaq.images.stored import StoredImages, StudentHistory, latest_images, noise, state_digest
+from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, state_digest
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
@@ -111,7 +111,8 @@ def quantize(
 
     teacher = teacher.to(device)
     plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)
-    student = quantized_twin(teacher, recipe.quantization, plan)
+    student = first_student(teacher, recipe, plan, seed)
+    pretrained.as_deployed(student)  # what cannot be saved in the end fails early
     engine = pick_engine(device, fast, progress)
     image_source: ImageSource
     if recipe.data_free:
@@ -128,10 +129,11 @@ def quantize(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
                 "run.json. Delete it to have it written anew"
             )
+        if run.plan is not None and run.plan != plan.to_dict():
+            raise RunFolderError(f"{out} was begun by another process meanwhile: run the same command again")
         history = StudentHistory(run, teacher, student, recipe, plan, seed)
         stored = StoredImages(run, image_source, history)
-        student.load_state_dict(history.first_student().state_dict())
-        history.epoch = _restore(run, student, calibrator)
+        history.epoch, stored.used = _restore(run, student, calibrator)
         if forecast:
             progress.forecast(_forecast(image_source, student, run, history.epoch, only_images, report))
         if only_images:
@@ -143,7 +145,7 @@ def quantize(
             images = stored.of_round(round)
             if history.epoch == 0:
                 init_ranges_(student, range_images(teacher, images, recipe), recipe.quantization)
-            _calibrate(run, calibrator, history, images, round, stored.digests[round], checkpoint_seconds)
+            _calibrate(run, calibrator, history, stored, images, round, checkpoint_seconds)
         start = quantized_twin(teacher, recipe.quantization, plan)
         init_ranges_(
             start, range_images(teacher, stored.first(recipe.quantization.range_images), recipe), recipe.quantization
@@ -160,9 +162,9 @@ def _calibrate(
     run: RunFolder,
     calibrator: Calibrator,
     history: StudentHistory,
+    stored: StoredImages,
     images: SyntheticSet,
     round: int,
-    shards: list[str],
     checkpoint_seconds: float,
 ) -> None:
     """The epochs of a round that are left, with a checkpoint now and then and at the end."""
@@ -180,7 +182,8 @@ def _calibrate(
         seconds = time.monotonic() - began
         run.event(stage="calibrate", round=round, epoch=epoch, seconds=seconds, **losses)
         if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
-            _checkpoint(run, history.student, calibrator, history.epoch, shards)
+            stored.used |= {round: stored.digests[round]}
+            _checkpoint(run, history.student, calibrator, history.epoch, stored.used)
             last_saved = time.monotonic()
 
 
@@ -189,7 +192,7 @@ def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progr
     plan = build_plan(teacher, recipe.quantization)
     if recipe.bits.average is None:
         return plan
-    images = handover.held_out_images(teacher, _MEASURED_ON, seed)
+    images = handover.held_out_images(teacher, _MEASURED_ON, seed, "mixed precision")
     return choose_bits(teacher, plan, recipe.quantization, recipe.bits.average, images, progress)
 
 
@@ -216,6 +219,7 @@ def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | Non
         return False
     made = config["made"]
     same = all(made.get(key) == value for key, value in run.identity.items())
+    same = same and run.plan in (None, config["quantization_config"].get("plan"))
     return same and handover.is_kept(made.get("handover"), keep)
 
 
@@ -265,7 +269,7 @@ def _save_model(
     deployed = pretrained.as_deployed(student)
     named = source and (source.get("architecture") or {key: source[key] for key in ("name", "args") if key in source})
     architecture = pretrained.find_architecture(deployed, named)  # a model of the user's own may have none
-    made = {**run.identity, "command": (source or {}).get("command"), **run.facts, "keep": keep}
+    made = {**run.identity, "command": (source or {}).get("command"), **run.latest_facts, "keep": keep}
     made.pop("source", None)  # it has paths of this machine
     if found is not None:
         made["handover"] = {key: value for key, value in found.to_dict().items() if key != "seconds"}
@@ -286,7 +290,9 @@ def _collect_report(
         progress.note(f"the run is finished, but nothing was collected for its report: {error}")
 
 
-def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int, shards: list[str]) -> None:
+def _checkpoint(
+    run: RunFolder, student: nn.Module, calibrator: Calibrator, epoch: int, shards: dict[int, list[str]]
+) -> None:
     ill = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
     if ill:
         what = f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first"
@@ -296,18 +302,18 @@ def _checkpoint(run: RunFolder, student: nn.Module, calibrator: Calibrator, epoc
     run.save_checkpoint(Checkpoint(epoch, *files.flatten_state(state), shards), keep=starts)
 
 
-def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> int:
-    """Bring student and optimiser to the latest checkpoint; the number of epochs that are done."""
+def _restore(run: RunFolder, student: nn.Module, calibrator: Calibrator) -> tuple[int, dict[int, list[str]]]:
+    """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used."""
     saved = run.load_checkpoint()
     if saved is None:
-        return 0
+        return 0, {}
     state = saved.state()
     try:
         student.load_state_dict(state["student"])
         calibrator.load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise files.DamagedError(run.path("checkpoints"), error, files.RESTORE) from error
-    return saved.epoch
+    return saved.epoch, dict(saved.shards)
 
 
 def _whole_number(seed: Any) -> int:

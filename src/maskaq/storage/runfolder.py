@@ -223,8 +223,8 @@ class Checkpoint:
     """Epochs that are done."""
     tensors: dict[str, Tensor]
     layout: str
-    shards: list[str]
-    """Digests of the shards that the latest of these epochs was calibrated on."""
+    shards: dict[int, list[str]]
+    """Round -> digests of its shards, of the rounds that the student was calibrated on."""
     path: Path | None = None
 
     def state(self) -> dict[str, Any]:
@@ -450,9 +450,10 @@ class RunFolder:
             about = json.loads(metadata["checkpoint"])
         except (KeyError, ValueError, RecursionError) as error:
             raise DamagedError(path, "it is no checkpoint", remedy) from error
-        if wrong := misfit(about, {"run": str, "epoch": int, "layout": str, "shards": [str]}):
+        if wrong := misfit(about, {"run": str, "epoch": int, "layout": str, "shards": {"*": [str]}}):
             raise DamagedError(path, wrong, remedy)
-        found = Checkpoint(about["epoch"], tensors, about["layout"], about["shards"], path)
+        shards = {int(round): digests for round, digests in about["shards"].items() if round.isdecimal()}
+        found = Checkpoint(about["epoch"], tensors, about["layout"], shards, path)
         if about["run"] != self.digest or found.epoch != number:
             raise DamagedError(path, "it is a checkpoint of another run, or of another epoch", remedy)
         return found

@@ -819,7 +819,7 @@ def test_the_choice_of_a_layer_changes_the_maps_by_keyboard_too(browser, page, w
     from selenium.webdriver.common.keys import Keys
 
     show(browser, page, width)
-    maps = "[...document.querySelectorAll('.maps buffers')].map((c) => c.toDataURL())"
+    maps = "[...document.querySelectorAll('.maps canvas')].map((c) => c.toDataURL())"
     before, label = ask(browser, maps), ask(browser, "document.getElementById('map-label').textContent")
     slider = browser.find_element("id", "map-layer")
     slider.send_keys(Keys.ARROW_LEFT)

@@ -19,10 +19,10 @@ _HOME = {
     "expose": "maskaq.models",
     "quantized_twin": "maskaq.quant.twin",
     "init_ranges_": "maskaq.quant.twin",
-    "noise": "maskaq.runs.quantize",
+    "noise": "maskaq.images.stored",
     "synthesize": "maskaq.images.synthesis",
     "Calibrator": "maskaq.calibrate.calibrator",
-    "evaluate": "maskaq.tasks.classification",
+    "evaluate": "maskaq.tasks",
     "image_folder": "maskaq.images.sets",
     "open_run": "maskaq.runs.opened",
     "save_pretrained": "maskaq.artifact.saved",
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from maskaq.calibrate.calibrator import Calibrator
     from maskaq.errors import MaskaqError
     from maskaq.images.sets import image_folder
+    from maskaq.images.stored import noise
     from maskaq.images.synthesis import synthesize
     from maskaq.losses.terms import calibration_term, synthesis_term
     from maskaq.models import expose
@@ -73,8 +74,8 @@ if TYPE_CHECKING:
     from maskaq.quant.twin import init_ranges_, quantized_twin
     from maskaq.recipe.schema import Recipe, load_recipe
     from maskaq.runs.opened import open_run, write_report
-    from maskaq.runs.quantize import noise, quantize
-    from maskaq.tasks.classification import evaluate
+    from maskaq.runs.quantize import quantize
+    from maskaq.tasks import evaluate
 
 
 def __getattr__(name: str) -> Any:

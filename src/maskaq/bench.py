@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from maskaq.calibrate.calibrator import Calibrator
 from maskaq.engine import PLAIN, Engine
 from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import noise
 from maskaq.images.synthesis import Synthesizer
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe
-from maskaq.runs.quantize import noise
 from maskaq.shapes import Geometry
 
 RELEASE = {  # the method's public release on one H200, float32, in microseconds per image (synthesis: and step)
@@ -120,7 +120,7 @@ def _images(geometry: Geometry, count: int) -> SyntheticSet:
     size = (count, geometry.channels, *geometry.image_size)
     images = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     numbers = torch.arange(count)
-    return SyntheticSet(images, numbers % geometry.classes, numbers)
+    return SyntheticSet(images, numbers % max(1, geometry.classes), numbers)
 
 
 def _time(work: Callable[[], object], device: torch.device, facts: dict[str, Any], steps: int, repeats: int) -> Timing:

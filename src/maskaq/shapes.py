@@ -78,13 +78,16 @@ class Geometry:
     layers: tuple[Layer, ...]
     image_size: tuple[int, int]
     channels: int
+    task: str
+    """What the model is for: the name of a task of `maskaq.tasks`."""
     classes: int
+    """0 where the model is no classifier."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     first: tuple[str, ...]
     """Module paths of the patch embedding's convolutions."""
     last: tuple[str, ...]
-    """Module paths of the classifiers."""
+    """Module paths of the classifiers, or of the projection that an embedding ends with."""
 
     def to(self, device: torch.device | str) -> "Geometry":
         moved = [replace(x, raster=None if x.raster is None else x.raster.to(device)) for x in self.layers]

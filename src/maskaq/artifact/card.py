@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from maskaq.tasks import TASKS, Task
+
 REAL_IMAGES = "REAL images: a ceiling, NOT data-free"
-_FIGURES = ("top1", "standard_error", "top5", "n")
 
 
 def model_card(config: dict[str, Any]) -> str:
@@ -34,13 +35,14 @@ def bits_of(config: dict[str, Any]) -> str:
 
 
 def _front_matter(config: dict[str, Any]) -> str:
-    lines = ["library_name: timm", "pipeline_tag: image-classification"]
-    tags = ["image-classification", "timm", "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)
+    pipeline = "image-classification" if _task(config).name == "classification" else "image-feature-extraction"
+    lines = ["library_name: timm", f"pipeline_tag: {pipeline}"]
+    tags = [pipeline, "timm", "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)
     lines += ["tags:", *(f"- {tag}" for tag in tags)]
     name = _name(config)
     if "." in name:  # with its tag it is the name of one set of weights, which the hub has
         lines += [f"base_model: timm/{name}", "base_model_relation: quantized"]
-    if _results(config):
+    if _results(config) and config["num_labels"]:
         lines += ["metrics:", "- accuracy"]
     return "\n".join(["---", *lines, "---", ""])
 
@@ -50,10 +52,12 @@ def _what(config: dict[str, Any]) -> str:
     before, after = weights["float32_bytes"], weights["bytes"]
     how = {True: " without an image of its training data", False: f" on {REAL_IMAGES}", None: ""}[_data_free(config)]
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
+    labels = config["num_labels"]
+    gives = f"with {labels} classes" if labels else "that gives features: an embedding of the image"
     return f"""# {_name(config)}, {bits_of(config)}
 
-A {config["architectures"][0]} for images of {height} x {width} with {channels} channels and {config["num_labels"]}
-classes, quantized by maskaq{how}.
+A {config["architectures"][0]} for images of {height} x {width} with {channels} channels, {gives},
+quantized by maskaq{how}.
 `model.safetensors` has {after / 1e6:.2f} MB, {smaller}.
 """
 
@@ -61,8 +65,11 @@ classes, quantized by maskaq{how}.
 def _results(config: dict[str, Any]) -> dict[str, Any]:
     """Row -> figures of the rows that were measured. What was edited beyond recognition is none."""
     rows = _object(_object(config["made"].get("metrics")).get("accuracy"))
-    whole = [name for name in rows if all(type(_object(rows[name]).get(key)) in (int, float) for key in _FIGURES)]
-    return {name: rows[name] for name in whole}
+    return {name: row for name, row in rows.items() if _task(config).is_row(row)}
+
+
+def _task(config: dict[str, Any]) -> Task:
+    return TASKS.get(str(config.get("task")), TASKS["classification"])
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -74,11 +81,15 @@ def _accuracy(config: dict[str, Any]) -> str:
     if not rows:
         return "## Accuracy\n\nNot measured yet: `maskaq evaluate FOLDER --data IMAGES` does.\n"
     data = config["made"]["metrics"].get("data")
-    lines = ["## Accuracy", "", f"In percent, on n images of `{data}`, with the standard error of top-1:", ""]
-    lines += ["| model | top-1 | ± s.e. | top-5 | n |", "|---|---|---|---|---|"]
-    for name, row in rows.items():
-        *figures, n = (row[key] for key in _FIGURES)
-        lines.append(f"| {name} | {' | '.join(f'{figure:.2f}' for figure in figures)} | {n} |")
+    titles = [column.title for column in _task(config).columns.values()]
+    lines = [
+        "## Accuracy",
+        "",
+        f"On n images of `{data}`, with the standard error of {titles[0].removesuffix(' %')}:",
+        "",
+    ]
+    lines += [f"| model | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|"]
+    lines += [f"| {name} | {' | '.join(_task(config).cells(row))} |" for name, row in rows.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +147,8 @@ def _handover(found: dict[str, Any]) -> list[str]:
         return []
     which = {"start": "**the model before calibration, which was better**", "end": "the calibrated model"}
     return [
-        f"* handed over: {which.get(str(found.get('kept')), 'not recorded')} (KL to the full-precision model on "
+        f"* handed over: {which.get(str(found.get('kept')), 'not recorded')} "
+        f"({found.get('distance', 'KL to the full-precision model')} on "
         f"{found.get('images')} synthetic images that calibration did not see: {figures[0]:.4g} before, "
         f"{figures[1]:.4g} after)"
     ]

@@ -177,6 +177,7 @@ def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict
         "architectures": [type(model).__name__],
         "timm": None if architecture is None else {"name": architecture["name"], "args": architecture.get("args", {})},
         "num_labels": geometry(model).classes,
+        **({} if geometry(model).task == "classification" else {"task": geometry(model).task}),
         **{key: images[key] for key in PREPARATION},
         "quantization_config": _scheme(model),
     }
@@ -327,12 +328,12 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     """The deployed model of a config, filled."""
     with torch.random.fork_rng(devices=[]):  # building draws weights that nobody will see
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
-    record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": config["num_labels"]}
+    record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": model.num_classes}
     record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
     if config.get("id2label"):
         record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
-    model = expose(model)
+    model = expose(model, config.get("task", "classification"))
     _deploy_blank(model, config["quantization_config"])
     model = model.float().eval().requires_grad_(False)  # float32, whatever torch's default is
     again = _described(model, config["timm"])

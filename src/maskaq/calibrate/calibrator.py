@@ -26,10 +26,13 @@ from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantizers
 from maskaq.recipe.schema import Recipe
+from maskaq.tasks import task_of
 
 
 class Calibrator:
-    """Owns the student's optimiser. One call of `epoch` is one pass over the images."""
+    """The stage that fits all layers at once, end to end. Owns the student's optimiser."""
+
+    name = "calibrate"
 
     def __init__(
         self,
@@ -45,7 +48,8 @@ class Calibrator:
         self.progress, self.engine = progress or Progress(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
-        self.objective = Objective(CALIBRATION_TERMS, self.config.terms, "calibration.terms")
+        self.task = task_of(teacher)
+        self.objective = Objective(CALIBRATION_TERMS, self.task.terms(self.config.terms), "calibration.terms")
         self.points = tuple(need for need in ("heads", "blocks") if need in self.objective.needs)
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
@@ -180,13 +184,13 @@ class Calibrator:
     def _view(self, images: Tensor) -> CalibrationView:
         with self.engine.precision():
             with torch.no_grad():
-                logits = self.teacher(images)
-            student_logits = self.student(images)
+                output = self.teacher(images)
+            student_output = self.student(images)
         seen, seen_student = self.seen, self.seen_student
         return CalibrationView(
             layers=self.geometry.layers,
-            logits=logits.float(),
-            student_logits=student_logits.float(),
+            outputs={self.task.output: output.float()},
+            student_outputs={self.task.output: student_output.float()},
             heads=seen.get("heads", ()),
             student_heads=seen_student.get("heads", ()),
             blocks=seen.get("blocks", ()),

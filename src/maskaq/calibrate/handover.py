@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from maskaq import randomness
 from maskaq.images.dead_leaves import dead_leaves
@@ -20,6 +19,7 @@ from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
 from maskaq.storage.files import misfit
+from maskaq.tasks import task_of
 
 KEEP = ("better", "last")
 """What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""
@@ -41,7 +41,7 @@ class Handover:
     """The comparison, and what came of it."""
 
     start: float
-    """Mean KL(P || Q) on the held-out images, before calibration."""
+    """Mean distance of Q to P on the held-out images, before calibration: the task says which."""
     end: float
     """The same after it."""
     noise: float
@@ -50,6 +50,7 @@ class Handover:
     kept: str
     """`end` or `start`."""
     seconds: float
+    distance: str = "KL to the full-precision model"
 
     @property
     def end_is_worse(self) -> bool:
@@ -59,7 +60,7 @@ class Handover:
         return asdict(self)
 
     def __str__(self) -> str:
-        figures = f"KL to the full-precision model {self.start:.4g} before and {self.end:.4g} after"
+        figures = f"{self.distance} {self.start:.4g} before and {self.end:.4g} after"
         where = f"on {self.images} synthetic images that it did not see"
         return f"calibration made the model {'worse' if self.end_is_worse else 'better'} {where}: {figures}"
 
@@ -89,15 +90,14 @@ def compare(
     count = held_out_count(recipe)
     progress.stage("compare before and after", 3 * count)
     images = held_out_images(teacher, count, seed)
-    expected = _predictions(teacher, images, progress)
-    before, after = (
-        F.kl_div(_predictions(student, images, progress), expected, reduction="none", log_target=True).sum(dim=1)
-        for student in (start, end)
-    )
+    task = task_of(teacher)
+    expected = _outputs(teacher, images, progress)
+    before, after = (task.distance(expected, _outputs(student, images, progress)) for student in (start, end))
     noise = float((after - before).std() / math.sqrt(count))
     worse = is_worse(before.mean().item(), after.mean().item(), noise)
     kept = "start" if worse and keep == "better" else "end"
-    return Handover(before.mean().item(), after.mean().item(), noise, count, kept, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Handover(before.mean().item(), after.mean().item(), noise, count, kept, seconds, task.distance_name)
 
 
 def is_worse(start: float, end: float, noise: float) -> bool:
@@ -121,11 +121,10 @@ def held_out_images(teacher: nn.Module, count: int, seed: int, purpose: str = "h
 
 
 @torch.no_grad()
-def _predictions(model: nn.Module, images: Tensor, progress: Progress) -> Tensor:
-    """Log-probabilities."""
+def _outputs(model: nn.Module, images: Tensor, progress: Progress) -> Tensor:
     found = []
     with frozen(model):
         for part in images.split(_BATCH):
-            found.append(model(part).double().log_softmax(dim=1))
+            found.append(model(part))
             progress.advance(len(part))
     return torch.cat(found)

@@ -18,6 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from maskaq.errors import DataError
 from maskaq.models import data_config
+from maskaq.tasks import task_of
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,6 @@ def to_bytes(pixels: Tensor) -> Tensor:
     return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
 
-def balanced_labels(indices: Tensor, classes: int) -> Tensor:
-    """The label of each image number: every class in turn."""
-    return indices % classes
-
-
 def image_folder(
     path: str | Path,
     model: Any,
@@ -89,6 +85,7 @@ def image_folder(
 
     Without `class_index` the sorted sub-folders are classes 0, 1, 2, ... and must be as many as the model's.
     With it, a JSON file maps each sub-folder's name to its class, so that a subset of the classes will do.
+    For a model without a classifier there may be any number of sub-folders, or none: then images have the label -1.
     """
     root = Path(path)
     if not os.path.isdir(root):
@@ -100,16 +97,31 @@ def image_folder(
         config["crop_pct"] = crop_pct
     if interpolation is not None:
         config["interpolation"] = interpolation
+    transform = create_transform(**config, is_training=False)
+    loader = partial(read_image, channels=config["input_size"][0])
+    has_classes = task_of(model).name == "classification"
+    if not has_classes and not any(entry.is_dir() for entry in os.scandir(root)):
+        return _Loader(_Unlabelled(image_files(root, 1), transform, loader), batch_size=batch, num_workers=workers)
     try:
-        dataset = ImageFolder(
-            str(root),
-            transform=create_transform(**config, is_training=False),
-            loader=partial(read_image, channels=config["input_size"][0]),
-        )
+        dataset = ImageFolder(str(root), transform=transform, loader=loader)
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {error}") from error
-    dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
+    if has_classes:
+        dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
     return _Loader(dataset, batch_size=batch, num_workers=workers)
+
+
+class _Unlabelled(Dataset):
+    """Image files without classes: their label is -1."""
+
+    def __init__(self, files: list[Path], transform: Any, loader: Any) -> None:
+        self.files, self.transform, self.loader = files, transform, loader
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.loader(str(self.files[index]))), -1
 
 
 def _absent(root: Path) -> str:

@@ -87,6 +87,12 @@ def latest_images(run: RunFolder) -> SyntheticSet:
     return SyntheticSet.concatenate(load_images(run, latest, shard) for shard in there)
 
 
+def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Tensor:
+    """The first synthetic images, as the model takes them: they set the ranges that calibration starts from."""
+    chosen = images[: recipe.quantization.range_images].to(next(teacher.parameters()).device)
+    return geometry(teacher).normalise(to_pixels(chosen.images))
+
+
 def first_student(teacher: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int) -> nn.Module:
     """A student with ranges from noise: what the first images are made against."""
     scheme = recipe.quantization

@@ -16,7 +16,7 @@ from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
 from maskaq.images.augment import jitter, quarter
 from maskaq.images.dead_leaves import dead_leaves
-from maskaq.images.sets import SyntheticSet, Trajectory, balanced_labels, to_bytes, to_pixels
+from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
 from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
 from maskaq.models import geometry
@@ -25,6 +25,7 @@ from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
+from maskaq.tasks import task_of
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
 _LOOKED_AT = 4  # lost images that are made once more to see which term they were lost to
@@ -60,7 +61,8 @@ class Synthesizer:
         self.progress, self.engine = progress or Progress(), engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
-        self.objective = Objective(SYNTHESIS_TERMS, self.config.terms, "synthesis.terms")
+        self.task = task_of(teacher)
+        self.objective = Objective(SYNTHESIS_TERMS, self.task.terms(self.config.terms), "synthesis.terms")
         self.batch = self.config.batch
         """Images optimised together."""
         self.curves: list[dict[str, float]] = []
@@ -97,7 +99,7 @@ class Synthesizer:
             self.progress.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
         pixels = self.geometry.pixels(images[finite])
         kept = indices[finite]
-        return SyntheticSet(to_bytes(pixels), balanced_labels(kept, self.geometry.classes), kept).to("cpu")
+        return SyntheticSet(to_bytes(pixels), self._targets(kept), kept).to("cpu")
 
     def shards_at_once(self, missing: int) -> int:
         """How many of the missing shards to make together, in batches as equal as can be."""
@@ -144,7 +146,7 @@ class Synthesizer:
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
-            self._optimise(images, balanced_labels(indices, self.geometry.classes), indices, steps, lr=0.1)
+            self._optimise(images, self._targets(indices), indices, steps, lr=0.1)
         finally:
             self.progress = progress
 
@@ -175,7 +177,7 @@ class Synthesizer:
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
         steps, way = self.recipe.steps_in_round(round), {0: images[0]}
         if steps:
-            labels = balanced_labels(indices, self.geometry.classes)
+            labels = self._targets(indices)
             images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
         else:  # nothing to optimise: what they start from are the images
             self.curves = []
@@ -183,6 +185,9 @@ class Synthesizer:
         points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()
         self.trajectory = Trajectory(int(indices[0]), points, list(way))
         return images
+
+    def _targets(self, indices: Tensor) -> Tensor:
+        return self.task.targets(indices, self.geometry.classes)
 
     def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
         """What all randomness of these images in this round comes from."""
@@ -238,8 +243,8 @@ class Synthesizer:
         buffers = _StepBuffers(
             len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device
         )
-        labels = balanced_labels(indices, self.geometry.classes)
-        buffers.fill(self._start(randomness.fold(keys, "start")), labels, keys, schedule)
+        start = self._start(randomness.fold(keys, "start"))
+        buffers.fill(start, self._targets(indices), keys, schedule)
         with self.engine.once(), self._models_ready():
             for _ in range(steps):
                 now = buffers.now()
@@ -305,13 +310,12 @@ class Synthesizer:
         region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
-            logits = self.teacher(jittered)
+            output = self.teacher(jittered)
             if "student" in needs:
                 self.student(jittered)
         layers, losses = self.geometry.layers, self.engine.losses
-        view = SynthesisView(
-            images, buffers.labels, logits.float(), layers, self.seen[config.map], run=losses, **region
-        )
+        outputs = {self.task.output: output.float()}
+        view = SynthesisView(images, buffers.labels, outputs, layers, self.seen[config.map], run=losses, **region)
         view.keys = buffers.keys
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])

@@ -43,8 +43,9 @@ class SynthesisView:
     images: Tensor
     """(B, C, H, W) as optimised, not jittered."""
     labels: Tensor
-    logits: Tensor
-    """The teacher's, of the jittered images."""
+    """(B,) what the images are made for: classes, or -1 where the task has none."""
+    outputs: Mapping[str, Tensor]
+    """The teacher's, of the jittered images, by name: `logits` or `features`."""
     layers: Sequence[Layer]
     maps: Sequence[Tensor]
     """The teacher's attention maps, one per layer. Rows may be padded: `patch_maps` are in the form of the losses."""
@@ -54,7 +55,7 @@ class SynthesisView:
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
     keys: Tensor | None = None
-    """(B,): what is random about an image and stays so at every step."""
+    """(B,) per-image random keys, constant over the steps."""
     heads: Sequence[Tensor] = ()
     """The teacher's head outputs, (B*W, H, T, D), one per layer."""
     received: Sequence[Tensor] = ()
@@ -67,6 +68,10 @@ class SynthesisView:
     """The teacher's, of that one."""
     run: LossRunner = LossRunner()
 
+    @property
+    def logits(self) -> Tensor:
+        return _named(self.outputs, "logits")
+
     @cached_property
     def patch_maps(self) -> list[Tensor]:
         """The teacher's maps of patches only, (B, W, H, Q, K): cut out once, for all terms that read them."""
@@ -78,8 +83,9 @@ class CalibrationView:
     """All that a calibration term may see."""
 
     layers: Sequence[Layer]
-    logits: Tensor
-    student_logits: Tensor
+    outputs: Mapping[str, Tensor]
+    """The teacher's, by name: `logits` or `features`."""
+    student_outputs: Mapping[str, Tensor]
     heads: Sequence[Tensor] = ()
     """The teacher's head outputs, (B*W, H, T, D), one per layer."""
     student_heads: Sequence[Tensor] = ()
@@ -89,6 +95,20 @@ class CalibrationView:
     """w_l of Eq. 16: (B, N) of each layer."""
     temperature: float = 1.0
     run: LossRunner = LossRunner()
+
+    @property
+    def logits(self) -> Tensor:
+        return _named(self.outputs, "logits")
+
+    @property
+    def student_logits(self) -> Tensor:
+        return _named(self.student_outputs, "logits")
+
+
+def _named(outputs: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in outputs:
+        raise RecipeError(f"a loss term reads {name}, and this model has {', '.join(outputs)}: set its weight to 0")
+    return outputs[name]
 
 
 @dataclass(frozen=True)
@@ -108,7 +128,7 @@ class TermSpec:
 
 
 _RESERVED = {"loss", "lr", "step", "stage", "round", "shard", "epoch", "seconds", "lost", "curves", "time"}
-"""What stands beside the terms in a line of events.jsonl or of a curve."""
+"""Names that events.jsonl and loss curves use for something else."""
 
 SYNTHESIS_TERMS: dict[str, TermSpec] = {}
 CALIBRATION_TERMS: dict[str, TermSpec] = {}
@@ -161,7 +181,8 @@ class Objective:
 
     def _checked(self, term: TermSpec, value: Any, view: Any) -> Tensor:
         """A term's value, if it is one number per image. Looks at no number: that would wait for the device."""
-        images, device = len(view.logits), view.logits.device
+        output = next(iter(view.outputs.values()))
+        images, device = len(output), output.device
         if not isinstance(value, Tensor):
             found = type(value).__name__
         elif value.shape != (images,) or not value.is_floating_point() or value.device != device:
@@ -292,6 +313,13 @@ def _soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
 def logit_kl(v: CalibrationView) -> Tensor:
     """KL between the softened predictions of teacher and student."""
     return v.run(distill.logit_kl, v.logits, v.student_logits, v.temperature)
+
+
+@calibration_term
+def feature_error(v: CalibrationView) -> Tensor:
+    """Relative squared error of the model's output, for models that give features (not in the paper)."""
+    pairs = ((found, v.student_outputs[name]) for name, found in v.outputs.items())
+    return torch.stack([v.run(distill.relative_error, teacher, student) for teacher, student in pairs]).sum(dim=0)
 
 
 def _over_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor], v: CalibrationView) -> Tensor:

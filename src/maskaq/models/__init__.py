@@ -27,7 +27,6 @@ __all__ = [
     "Matmul",
     "class_names",
     "classifier_tags",
-    "clip_tower",
     "data_config",
     "embedding_width",
     "expose",
@@ -36,17 +35,22 @@ __all__ = [
     "pretrained_tags",
     "refuse_zero_weights",
     "supported_names",
+    "task_name",
 ]
 
 # timm's files of the families; models of the same names in other files are hybrids, relative positions, EVA.
 _MODULES = ("vision_transformer", "deit", "swin_transformer")
-# Names in these files that `expose` refuses for their blocks, their attention or their pooling by attention.
-_REFUSED = ("*_xp_*", "vit_d*wee_*", "vit_pwee_*", "vit_dlittle_*", "*_map_*", "*_siglip_[0-9]*")
+# Names in these files that `expose` refuses for their blocks or their attention.
+_REFUSED = ("*_xp_*", "vit_d*wee_*", "vit_pwee_*", "vit_dlittle_*")
 _NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
 
 
-def expose(model: nn.Module) -> nn.Module:
-    """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys."""
+def expose(model: nn.Module, task: str | None = None) -> nn.Module:
+    """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys.
+
+    Args:
+        task: `classification` or `features`; by default what the model itself says (`task_name`).
+    """
     family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
     if isinstance(model, str):
         raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
@@ -56,22 +60,22 @@ def expose(model: nn.Module) -> nn.Module:
     exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return exposed
-    _refuse_clip_tower(model)
     _drop_nothing(exposed)
     layers = family.expose_(exposed)
     _refuse_unknown_layers(exposed)
     if not layers:
         raise ModelError(f"this {type(model).__name__} has no attention layer (its depth is 0). {_supported()}")
-    config = data_config(model)
+    config, task = data_config(model), task or task_name(model)
     exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
         layers=layers,
         image_size=config["input_size"][1:],
         channels=config["input_size"][0],
-        classes=int(exposed.num_classes),  # type: ignore[arg-type]
+        task=task,
+        classes=int(exposed.num_classes) if task == "classification" else 0,  # type: ignore[arg-type]
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         first=tuple(n for n, m in exposed.named_modules() if isinstance(m, nn.Conv2d)),
-        last=_classifiers(exposed),
+        last=_heads(exposed, task),
     )
     return exposed
 
@@ -108,8 +112,19 @@ def geometry(exposed: nn.Module) -> Geometry:
     return found
 
 
+def task_name(model: Any) -> str:
+    """What a model is for: `features` where its outputs are an embedding and not classes, else `classification`.
+
+    So are those of a model without a classifier (num_classes is 0) and of a CLIP image tower. A tower with another
+    number of outputs than its own is a user's classifier.
+    """
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    width, outputs = embedding_width(record), getattr(model, "num_classes", None)
+    return "features" if outputs == 0 or (width and width == outputs) else "classification"
+
+
 def supported_names(families: Iterable[ModuleType] = FAMILIES) -> list[str]:
-    """timm model names that can be quantized, given weights with a classifier (`has_classifier`)."""
+    """timm model names that can be quantized."""
     patterns = [pattern for family in families for pattern in family.NAMES]
     found = (list_models(patterns, module=module, exclude_filters=_REFUSED) for module in _MODULES)
     return sorted({name for names in found for name in names})
@@ -150,38 +165,19 @@ def embedding_width(record: Mapping[str, Any]) -> int:
     return 0 if known is None else int(known.num_classes)
 
 
-def clip_tower(what: str, architecture: str, width: int) -> ModelError:
-    """The error for a CLIP image tower, a name with its tag or a file, with what would do in its place."""
-    origin = what.partition(".")[2]  # of the tags that openai has become, those come first
-    tags = sorted(classifier_tags(architecture), key=lambda tag: not tag.startswith(f"{origin}_ft"))
-    tuned = [f"{architecture}.{tag}" for tag in tags[:3]]
-    instead = f"Fine-tuned weights would do ({', '.join(tuned)}), or" if tuned else "What would do is"
-    return ModelError(
-        f"{what} is a CLIP image tower: its {width} outputs are an embedding, not classes, and maskaq needs a "
-        f"classifier. {instead} a checkpoint of your own with a classifier (--checkpoint FILE; add --model-arg "
-        f"num_classes={width} if it has {width} classes)."
-    )
-
-
-def _refuse_clip_tower(model: nn.Module) -> None:
-    """ModelError for a CLIP image tower as it is; not for one with another number of outputs, a user's classifier."""
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    if (width := embedding_width(record)) and width == model.num_classes:
-        raise clip_tower(f"{record['architecture']}.{record['tag']}", record["architecture"], width)
-
-
 def _supported() -> str:
     return "Supported: timm's " + " and ".join(f"{f.ROOT.__name__} ({', '.join(f.NAMES)})" for f in FAMILIES)
 
 
-def _classifiers(model: nn.Module) -> tuple[str, ...]:
+def _heads(model: nn.Module, task: str) -> tuple[str, ...]:
+    """Module paths of the linear layers that the outputs come from; none where they are the pooled tokens."""
     heads = tuple(
         n for n, m in model.named_modules() if n.split(".")[0] in ("head", "head_dist") and type(m) is nn.Linear
     )
-    lacks = "classifier (num_classes is 0)" if not heads else "" if model.global_pool else "pooling (global_pool is '')"
-    if lacks:
+    if not model.global_pool:
         raise ModelError(
-            f"this {type(model).__name__} has no {lacks}; maskaq needs a classification model. {_supported()}"
+            f"this {type(model).__name__} has no pooling (global_pool is ''), so it has no output for an image as a "
+            f"whole: expected {'a classifier' if task == 'classification' else 'features'} after pooling. {_supported()}"
         )
     return heads
 
@@ -216,8 +212,8 @@ def refuse_zero_weights(exposed: nn.Module) -> None:
     """ModelError for a model that predicts the same for every image: an untrained classifier, or weights never set."""
     weights = {n: m.weight for n, m in exposed.named_modules() if type(m) in (nn.Linear, nn.Conv2d)}
     zero = [name for name, weight in weights.items() if not weight.any()]
-    heads = geometry(exposed).last
-    if heads and set(heads) <= set(zero):
+    heads = geometry(exposed).last or tuple(weights)
+    if set(heads) <= set(zero):
         what = "every linear layer" if len(zero) == len(weights) else "the classifier"
         raise ModelError(f"layer {heads[0]!r}: all weights of {what} are 0, so it is not trained; load trained weights")
 
@@ -247,4 +243,4 @@ def class_names(model: nn.Module) -> list[str] | None:
     if not names and classes == 1000 and "in1k" in str(record.get("tag")):  # the data of the last training
         imagenet = ImageNetInfo("imagenet-1k")
         names = [imagenet.index_to_description(i) for i in range(classes)]
-    return [str(name) for name in names] if names and len(names) == classes else None
+    return [str(name) for name in names] if names and classes and len(names) == classes else None

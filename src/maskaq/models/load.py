@@ -35,7 +35,6 @@ from maskaq import zoo
 from maskaq.errors import CheckpointError, ModelError, unknown
 from maskaq.models import (
     classifier_tags,
-    clip_tower,
     data_config,
     embedding_width,
     expose,
@@ -306,28 +305,21 @@ def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
 def _check_weights(name: str, args: dict[str, Any]) -> None:
     """ModelError, before a download, for a wrong argument, an unsupported model, or weights that will not do."""
     shape = load_shape(name, args)
-    record: Any = getattr(shape, "pretrained_cfg", None) or {}
     known = get_pretrained_cfg(name)
-    width = embedding_width(known.to_dict()) if known else 0
-    if width and args.get("num_classes", width) == width:
-        architecture = name.split(".")[0]
-        raise clip_tower(f"{architecture}.{known.tag}", architecture, width)  # type: ignore[union-attr]
-    if "num_classes" not in args and record.get("num_classes") == 0:
-        expose(load_shape(name, {**args, "num_classes": 1}))  # what no checkpoint could change is told first
-        raise ModelError(
-            f"timm's weights of {name!r} have no classifier, and maskaq needs one. {_with_classifier(name)}"
-        )
     expose(shape)
     if known and not known.has_weights:
         raise ModelError(f"timm has no weights of {name!r}. {ADVICE}")
     _check_head(name, shape, args)
 
 
-def _with_classifier(name: str) -> str:
-    """Where a classifier can come from, for a name whose own weights have none."""
+def _without_classifier(name: str) -> str:
+    """What to do with weights that have no classifier, or where one can come from."""
     architecture, tags = name.split(".")[0], classifier_tags(name)
-    other = f"Take {' or '.join(f'{architecture}.{tag}' for tag in tags[:3])}, or give" if tags else "Give"
-    return f"{other} weights that have one with --checkpoint FILE."
+    other = f"take {' or '.join(f'{architecture}.{tag}' for tag in tags[:3])}, or give" if tags else "give"
+    return (
+        "To quantize it for its features, add --model-arg num_classes=0; to classify, "
+        f"{other} weights that have a classifier with --checkpoint FILE."
+    )
 
 
 def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
@@ -552,7 +544,7 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     """
     model = create_timm(name, **args)
     state, noted = _read(path)
-    _refuse_other_formats(state, name, path, args)
+    _refuse_other_formats(state, name, path)
     follow = {key: value for key, value in _inferred(model, state).items() if key not in args}
     if "img_size" not in args and isinstance(model, swin_transformer.SwinTransformer):
         size = _swin_size(model, state, noted)
@@ -564,20 +556,19 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
         model = create_timm(name, **_checked_args(follow), **args)
     resizable = tuple(key for arg, keys in RESIZED_FOR.items() if arg in args for key in keys)
     _fill(model, state, name, path, resizable)
-    if "num_classes" not in args and model.num_classes in _tower_widths(name):
-        raise clip_tower(str(path), name.split(".")[0], int(model.num_classes))  # type: ignore[arg-type]
+    if "num_classes" not in args and (tag := _tower_tag(name, int(model.num_classes))):  # type: ignore[arg-type]
+        record: Any = model.pretrained_cfg
+        model.pretrained_cfg = model.default_cfg = {**record, "tag": tag}  # an image tower of CLIP, as `task_name` sees
     return model
 
 
-def _tower_widths(name: str) -> set[int]:
-    """The widths of the embeddings of timm's CLIP image towers of an architecture."""
-    architecture = name.split(".")[0]
-    return {
-        width for tag in pretrained_tags(name) if (width := embedding_width({"architecture": architecture, "tag": tag}))
-    }
+def _tower_tag(name: str, width: int) -> str | None:
+    """The first tag of an architecture whose weights are a CLIP image tower with an embedding of this width."""
+    records = ({"architecture": name.split(".")[0], "tag": tag} for tag in pretrained_tags(name))
+    return next((record["tag"] for record in records if width and embedding_width(record) == width), None)
 
 
-def _refuse_other_formats(state: State, name: str, path: Path, args: Mapping[str, Any]) -> None:
+def _refuse_other_formats(state: State, name: str, path: Path) -> None:
     """CheckpointError for weights that other libraries name in other ways."""
     if key := next((key for key in state if re.search(TRANSFORMERS, key)), None):
         raise CheckpointError(
@@ -585,9 +576,6 @@ def _refuse_other_formats(state: State, name: str, path: Path, args: Mapping[str
             f"({key!r}). Take timm's version of these weights (`maskaq list models`; without --checkpoint {name} gets "
             "timm's own), or convert the state dict to timm's names, where query, key and value are one qkv."
         )
-    proj = state.get("visual.proj")  # so OpenAI and OpenCLIP call it
-    if proj is not None and "num_classes" not in args:
-        raise clip_tower(str(path), name.split(".")[0], proj.shape[-1])
 
 
 def _inferred(model: nn.Module, state: State) -> dict[str, Any]:
@@ -879,9 +867,9 @@ def _report(
     heads = [key for key in own if key.rpartition(".")[0] in classifiers]
     headless = bool(heads) and set(heads) <= set(misfit.missing) and _looks_like(state) == _looks_like(own) != ""
     headless &= not any(re.match(r"(head|heads|fc|classifier)\.", key) for key in misfit.unexpected)  # by another name
-    lacks = f"this file has no classifier (no {heads[0]}), and maskaq needs one" if headless else ""
+    lacks = f"this file has no classifier (no {heads[0]})" if headless else ""
     if headless and len(misfit) == len(heads):
-        return f"{path}: {lacks}. {_with_classifier(name)}"
+        return f"{path}: {lacks}. {_without_classifier(name)}"
     lines = [f"{path}: the weights do not fit the model {name!r}."]
     for title, keys in (
         ("missing in the file", misfit.missing),
@@ -893,7 +881,7 @@ def _report(
             lines += [f"  {key}" for key in keys[:SHOWN]]
             lines += [f"  ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []
     if headless:
-        lines.append(f"{lacks[0].upper()}{lacks[1:]}. {_with_classifier(name)}")
+        lines.append(f"{lacks[0].upper()}{lacks[1:]}. {_without_classifier(name)}")
     theirs = _looks_like(state)
     if theirs and theirs != _looks_like(own):
         lines.append(f"Is this really a {name}? Its weights look like {theirs}: check the model name.")

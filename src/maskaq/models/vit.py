@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from timm.layers import AttentionPoolLatent
 from timm.models import vision_transformer as timm_vit
 from torch import Tensor, nn
 
@@ -44,13 +45,42 @@ class ExposedAttention(AttentionProducts):
         return self.proj(out)
 
 
+class ExposedAttentionPool(AttentionProducts):
+    """timm's AttentionPoolLatent, the pooling of SigLIP, with its two products as modules.
+
+    A learned query attends to all tokens. It has no map over patches and is no layer of the method's losses.
+    """
+
+    def __init__(self, pool: AttentionPoolLatent) -> None:
+        super().__init__()
+        self.num_heads: int = pool.num_heads
+        self.scale = pool.scale
+        self.pool: str = pool.pool
+        for name in ("pos_embed", "latent", "q", "kv", "q_norm", "k_norm", "proj", "norm", "mlp"):
+            setattr(self, name, getattr(pool, name))
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        if self.pos_embed is not None:
+            x = x + self.pos_embed[None]
+        q = self.q(self.latent.expand(len(x), -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        kv = self.kv(x).unflatten(-1, (2, self.num_heads, -1))  # (B, T, 2, H, D)
+        k, v = (part.transpose(1, 2) for part in kv.unbind(2))  # (B, H, T, D)
+        heads = self.attend(self.q_norm(q), self.k_norm(k), v)  # (B, H, latents, D)
+        out = self.proj(heads.transpose(1, 2).flatten(2))
+        if self.mlp is not None:
+            out = out + self.mlp(self.norm(out))
+        return out[:, 0] if self.pool == "token" else out.mean(dim=1) if self.pool == "avg" else out
+
+
 def expose_(model: Any) -> tuple[Layer, ...]:
     """Swap every attention of a VisionTransformer in place; return its layers, first to last."""
-    if getattr(model, "attn_pool", None) is not None:
+    pool = getattr(model, "attn_pool", None)
+    if type(pool) is AttentionPoolLatent:
+        model.attn_pool = ExposedAttentionPool(pool)
+    elif pool is not None:
         raise ModelError(
-            f"layer 'attn_pool': this model pools its patches by attention (global_pool is {model.global_pool!r}), as "
-            "SigLIP models do, which maskaq does not support. Supported: timm's VisionTransformer with a class token "
-            "or average pooling, such as vit_*_siglip_gap_*, and SwinTransformer (swin_*)"
+            f"layer 'attn_pool' is a {type(pool).__name__}; supported poolings: class token, average, attention with a "
+            "learned query (AttentionPoolLatent)"
         )
     rows, columns = model.patch_embed.dynamic_feat_size(model.patch_embed.img_size)  # with padding, where it pads
     reads_class_token = getattr(model, "has_class_token", True) and model.global_pool == "token"

@@ -4,13 +4,12 @@ A layer's weights are quantized alone, at each width, and the predictions compar
 images. Bits then go where they save most, one layer at a time, until the average is reached.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from maskaq.errors import RecipeError
 from maskaq.progress import Progress
@@ -24,7 +23,10 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 """Widths to choose from."""
 
 Costs = dict[str, dict[int, float]]
-"""Weight site -> width -> mean KL(P || P with these weights quantized)."""
+"""Weight site -> width -> mean distance of P with these weights quantized to P."""
+
+Distance = Callable[[Tensor, Tensor], Tensor]
+"""(B,) between expected and found outputs, as a task measures it."""
 
 
 def choose_bits(
@@ -33,11 +35,12 @@ def choose_bits(
     scheme: Quantization,
     average: float,
     images: Tensor,
+    distance: Distance,
     progress: Progress | None = None,
 ) -> QuantPlan:
     """The plan with other widths for weights: at most `average` bits over all weights that the plan quantizes.
 
-    Sites whose bits a rule or `first_last` sets keep them, and count.
+    Sites whose bits a rule or `first_last` sets keep them, and count. `distance` compares outputs, as a task does.
     """
     weights = [site.name for site in plan if site.role == "weight"]
     fixed = {name for name in weights if has_own_bits(teacher, scheme, name)}
@@ -51,7 +54,7 @@ def choose_bits(
             f"quantization.bits {scheme.bits!r}: the average cannot be reached with the bits that rules and first_last "
             "give to some weights; raise it, or take rules away"
         )
-    costs = measure_costs(teacher, plan, scheme, free, images, progress)
+    costs = measure_costs(teacher, plan, scheme, free, images, distance, progress)
     return plan.with_bits(allocate(costs, sizes, budget))
 
 
@@ -62,12 +65,13 @@ def measure_costs(
     scheme: Quantization,
     sites: list[str],
     images: Tensor,
+    distance: Distance,
     progress: Progress | None = None,
 ) -> Costs:
     """What each width of each site's weights costs alone."""
     progress = progress or Progress()
     progress.stage("measure layers for mixed precision", len(WIDTHS) * len(sites) * len(images))
-    expected = teacher(images).double().log_softmax(dim=1)
+    expected = teacher(images)
     costs: Costs = {name: {} for name in sites}
     for bits in WIDTHS:
         alone = QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites})
@@ -75,8 +79,8 @@ def measure_costs(
         init_ranges_(student, images[:1], scheme)
         for name in sites:
             with _only(student, teacher, name.removesuffix(".weight")):
-                found = student(images).double().log_softmax(dim=1)
-            costs[name][bits] = F.kl_div(found, expected, reduction="batchmean", log_target=True).item()
+                found = student(images)
+            costs[name][bits] = distance(expected, found).mean().item()
             progress.advance(len(images))
     return costs
 

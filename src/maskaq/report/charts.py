@@ -159,11 +159,11 @@ def layers(record: Record) -> dict[str, Chart | None]:
             x=[_label(row["layer"]) for row in single],
             y=[row["kl"] for row in single],
             customdata=[_label(row["agreement"]) for row in single],
-            hovertemplate="%{x}<br>KL %{y:.4f}, agreement %{customdata:.0%}<extra></extra>",
+            hovertemplate="%{x}<br>%{y:.4f}, agreement %{customdata:.1%}<extra></extra>",
             showlegend=False,
         )
         figure.update_layout(height=320)
-        figure.update_yaxes(title="KL(P || one layer quantized)")
+        figure.update_yaxes(title=record.task.distance_name)
         figure.update_xaxes(showticklabels=len(single) <= 40, tickfont={"size": 9}, tickangle=-60)
         charts["sensitivity"] = _chart("layer-sensitivity", "sensitivity to every layer", figure)
     return charts

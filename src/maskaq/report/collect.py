@@ -34,6 +34,7 @@ from maskaq.recipe.schema import Recipe
 from maskaq.report.information import information_report
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
+from maskaq.tasks import Task, task_of
 
 FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
 FORMAT = 1
@@ -54,13 +55,15 @@ Facts = dict[str, Any]
 _FORM = {
     "images": {
         "round": int,
-        "shown": [{"number": int, "label": int, "teacher?": int, "student?": int, "confidence?": float}],
+        "shown": [
+            {"number": int, "label": int, "teacher?": int, "student?": int, "confidence?": float, "similarity?": float}
+        ],
         "rounds": [{"round": int, "places": [int]}],
         "names": {"*": str},
         "sampled?": int,
         "agreement?": {"*": float},
     },
-    "model?": {"class": str, "parameters": int, "image_size": [int], "classes": int},
+    "model?": {"class": str, "parameters": int, "image_size": [int], "classes": int, "task?": str},
     "attention?": {
         "map": str,
         "layers": [{"name": str, "grid": [int]}],
@@ -118,10 +121,11 @@ def collect(
     if teacher is not None and searched is not None and student is not None:
         progress.stage("measure layers for the report", passes(student, len(images)))
         seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
-        _add_predictions(facts["images"], seen, class_names(teacher) or [])
+        _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
-        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].probs[:PROBES], progress)
-        facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
+        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
+        if geometry(teacher).classes:
+            facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
     return Collected(finite(facts), tensors)
@@ -228,8 +232,8 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 class Seen:
     """What a model made of n images."""
 
-    probs: Tensor
-    """(n, C) predictions."""
+    outputs: Tensor
+    """(n, C) logits or features."""
     received: dict[str, list[Tensor]]
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
 
@@ -237,17 +241,16 @@ class Seen:
 def _look(model: nn.Module, images: SyntheticSet, progress: Progress) -> Seen:
     device = next(model.parameters()).device
     facts = geometry(model).to(device)
-    probs: list[Tensor] = []
+    outputs: list[Tensor] = []
     received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
     with frozen(model), taps(model, "scores_received", "probs_received") as seen:
         for part in images.images.split(_BATCH):
-            logits = model(facts.normalise(to_pixels(part.to(device))))
-            probs.append(logits.float().softmax(dim=1).cpu())
+            outputs.append(model(facts.normalise(to_pixels(part.to(device)))).float().cpu())
             for kind, batches in received.items():
                 batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
             progress.advance(len(part))
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
-    return Seen(torch.cat(probs), joined)
+    return Seen(torch.cat(outputs), joined)
 
 
 def _model(teacher: nn.Module) -> Facts:
@@ -257,21 +260,19 @@ def _model(teacher: nn.Module) -> Facts:
         "parameters": sum(p.numel() for p in teacher.parameters()),
         "image_size": list(facts.image_size),
         "classes": facts.classes,
+        "task": facts.task,
     }
 
 
-def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], names: list[str]) -> None:
-    """Confidence, agreement and class names, beside the images they are of."""
-    p, q = seen["teacher"].probs, seen["student"].probs
-    agreement = {name: (seen[name].probs.argmax(dim=1) == p.argmax(dim=1)).float().mean().item() for name in seen}
+def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, names: list[str]) -> None:
+    """What both models say of the images, beside them: the task knows what that is."""
+    p, q = seen["teacher"].outputs, seen["student"].outputs
+    agreement = {name: task.agreement(p, seen[name].outputs).mean().item() for name in seen}
     pictures |= {"sampled": len(p), "agreement": agreement}
     for i, picture in enumerate(pictures["shown"]):
-        top, by_student = int(p[i].argmax()), int(q[i].argmax())
-        sure_of = picture["label"] if picture["label"] >= 0 else top  # without a label: of what P itself says
-        picture |= {"teacher": top, "confidence": p[i, sure_of].item()}
-        picture |= {"student": by_student, "student_confidence": q[i, sure_of].item()}
-        picture |= {"agree": top == by_student}
-        pictures["names"] |= {str(c): names[c] for c in (sure_of, top, by_student) if names}
+        picture |= task.describe(p[i], q[i], picture["label"])
+        named = (picture.get(key, -1) for key in ("label", "teacher", "student"))
+        pictures["names"] |= {str(c): names[c] for c in named if names and c >= 0}
 
 
 def _attention(
@@ -311,7 +312,7 @@ def _attention(
         "map": kind,
         "layers": [{"name": layer.attention, "grid": list(layer.grid)} for layer in layers],
         "models": list(seen),
-        "sampled": len(seen["teacher"].probs),
+        "sampled": len(seen["teacher"].outputs),
         "distance": {name: distances(name) for name in seen if name != "teacher"},
     }
     return facts, tensors
@@ -366,16 +367,16 @@ def _site(quantizer: Quantizer, x: Tensor) -> Facts:
 
 
 def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, progress: Progress) -> list[Facts]:
-    """What quantizing one layer alone, weights and inputs, does to the teacher's predictions; the whole model first."""
+    """What quantizing one layer alone, weights and inputs, does to the teacher's outputs; the whole model first."""
+    task = task_of(searched)
     device = next(searched.parameters()).device
     pixels = geometry(searched).to(device).normalise(to_pixels(images.images.to(device)))
 
     def row(name: str) -> Facts:
-        probs = searched(pixels).float().softmax(dim=1).cpu()
-        kl = (expected * (expected.clamp(min=1e-12).log() - probs.clamp(min=1e-12).log())).sum(dim=1).mean()
-        same = (probs.argmax(dim=1) == expected.argmax(dim=1)).float().mean()
+        found = searched(pixels).float().cpu()
+        distance, agreement = task.distance(expected, found).mean(), task.agreement(expected, found).mean()
         progress.advance(len(pixels))
-        return {"layer": name, "kl": max(0.0, kl.item()), "agreement": same.item()}
+        return {"layer": name, "kl": max(0.0, distance.item()), "agreement": agreement.item()}
 
     rows = [row("all")]
     with _in_float(searched) as layers:
@@ -415,7 +416,8 @@ def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts
     """
     known = labels.cpu() if (labels >= 0).all() else None
     regions = teacher.received["probs"][-1]
-    found = information_report(teacher.probs.cpu(), student.probs.cpu(), known, regions.float().cpu())
+    predictions = (seen.outputs.softmax(dim=1) for seen in (teacher, student))
+    found = information_report(*predictions, known, regions.float().cpu())
     return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
 
 

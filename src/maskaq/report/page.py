@@ -3,6 +3,7 @@
 import base64
 import html as markup
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from maskaq.errors import DependencyError
 from maskaq.report import record as records_of
 from maskaq.report.collect import SMALL_SIDE, finite, spread, thumbnails
 from maskaq.report.record import Record
-from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult, won_back
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN, share_recovered
 
 try:
     import jinja2
@@ -96,7 +97,8 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
         "differences": records_of.differences(records),
         "curves": charts.curves(records) if pictures else {},
         "distances": charts.distances(records) if pictures else [],
-        "won_back": [_won_back(record) for record in records],
+        "recovered": [_recovered(record) for record in records],
+        "headlines": " or ".join({record.task.columns[record.task.headline].title: None for record in records}),
         "worst": [worst(record) for record in records],
         "sensitive": [sensitive(record) for record in records],
         "leads": [lead(record) for record in records],
@@ -133,12 +135,14 @@ def lead(record: Record) -> str:
     }[record.kind]
 
 
-def _won_back(record: Record) -> float | None:
-    rows = record.accuracy
-    if not {FULL_PRECISION, NEAREST, CALIBRATED} <= rows.keys():
+def _recovered(record: Record) -> float | None:
+    """Share of what rounding to nearest loses that maskaq recovers."""
+    rows, headline = record.accuracy, record.task.headline
+    figures = [rows.get(name, {}).get(headline) for name in (FULL_PRECISION, RTN, CALIBRATED)]
+    if None in figures:
         return None
-    full, nearest, ours = (rows[name] for name in (FULL_PRECISION, NEAREST, CALIBRATED))
-    return won_back(*(EvalResult(row["top1"], row["top5"], int(row["n"])) for row in (full, nearest, ours)))
+    errors = [rows[name]["standard_error"] or 0.0 for name in (FULL_PRECISION, RTN)]
+    return share_recovered(*figures, noise=math.hypot(*errors))
 
 
 def worst(record: Record, count: int = 10) -> list[dict[str, Any]]:
@@ -232,7 +236,7 @@ def _known_as(record: Record, picture: Mapping[str, Any]) -> str:
     """The class an image was made for; one that was made for none goes by what P says, if that is known."""
     if picture["label"] >= 0:
         return _name(record, picture["label"])
-    return f"P says {_name(record, picture['teacher'])}" if "teacher" in picture else "no label"
+    return f"P says {_name(record, picture['teacher'])}" if "teacher" in picture else f"image {picture['number']}"
 
 
 def _grid(record: Record, runs: int) -> list[dict[str, Any]]:

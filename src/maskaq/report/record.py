@@ -14,7 +14,7 @@ from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.report.collect import Collected
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, TRAJECTORY_FILE, RunFolder, dotted
-from maskaq.tasks.classification import CALIBRATED
+from maskaq.tasks import CALIBRATED, TASKS, Task
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,15 @@ class Record:
         return found
 
     @property
+    def task(self) -> Task:
+        """What the model is for; a run of 0.1, which does not tell, is of a classifier."""
+        told = self.run.facts.get("task")
+        return TASKS.get(told if isinstance(told, str) else "", TASKS["classification"])
+
+    @property
     def accuracy(self) -> dict[str, dict[str, float]]:
-        rows, figures = self.metrics.get("accuracy"), ("top1", "top5", "standard_error", "n")
-        return {
-            name: row
-            for name, row in (rows if isinstance(rows, dict) else {}).items()
-            if isinstance(row, dict) and all(type(row.get(figure)) in (int, float) for figure in figures)
-        }
+        """Model -> its figures, of those that were measured."""
+        return {name: row for name, row in _object(self.metrics.get("accuracy")).items() if self.task.is_row(row)}
 
     @property
     def bytes(self) -> tuple[int, int] | None:
@@ -124,8 +126,9 @@ class Record:
         """What has to be said if calibration made the model worse; mostly nothing."""
         told = _object(_object(self._saved.get("made")).get("handover"))
         try:
-            names = {field.name for field in fields(Handover)} - {"seconds"}
-            found = Handover(**{name: told[name] for name in names}, seconds=0.0)
+            names = {field.name for field in fields(Handover)} - {"seconds", "distance"}
+            distance = {"distance": str(told["distance"])} if "distance" in told else {}
+            found = Handover(**{name: told[name] for name in names}, seconds=0.0, **distance)
             return f"{found}. {WHICH[found.kept]}" if found.end_is_worse else ""
         except (KeyError, TypeError, ValueError):  # none, or not as a run writes it
             return ""

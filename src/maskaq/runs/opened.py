@@ -14,7 +14,7 @@ from maskaq.artifact.saved import add_metrics, from_pretrained, read_config, sav
 from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.stored import first_images, latest_images, state_digest
+from maskaq.images.stored import first_images, latest_images, range_images, state_digest
 from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
@@ -23,12 +23,12 @@ from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.report.record import Record
+from maskaq.runs.plans import plan_of_run
 from maskaq.runs.provenance import pick_device
-from maskaq.runs.quantize import plan_of_run, range_images
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
-from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, SEARCHED, EvalResult, evaluate
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, PTQ, RTN, Evaluation, evaluate
 
 PAGE_FILE = "report.html"
 
@@ -172,12 +172,13 @@ def _check_record(run: RunFolder) -> None:
 
 def compare(
     run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, progress: Progress | None = None
-) -> dict[str, EvalResult | str]:
+) -> dict[str, Evaluation | str]:
     """Accuracy of the teacher, of both uncalibrated models and of the calibrated one; a reason where one is missing."""
     progress = progress or Progress()
-    table: dict[str, EvalResult | str] = {}
+    table: dict[str, Evaluation | str] = {}
+    full: Evaluation | None = None
     calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
-    makers = {FULL_PRECISION: run.teacher, NEAREST: run.nearest, SEARCHED: run.searched, CALIBRATED: lambda: calibrated}
+    makers = {FULL_PRECISION: run.teacher, RTN: run.nearest, PTQ: run.searched, CALIBRATED: lambda: calibrated}
     for name, make in makers.items():
         try:
             model = make()
@@ -186,11 +187,14 @@ def compare(
             continue
         loader = batches(model)
         progress.stage(f"evaluate {name}", len(getattr(loader, "dataset", ())))
-        table[name] = evaluate(model.to(pick_device(device)), loader, progress)
+        found = evaluate(model.to(pick_device(device)), loader, progress, full)
+        if name == FULL_PRECISION:
+            full = found = found.as_full()
+        table[name] = found
     return table
 
 
-def write_metrics(folder: str | Path, table: dict[str, EvalResult | str], data: str) -> None:
+def write_metrics(folder: str | Path, table: dict[str, Evaluation | str], data: str) -> None:
     """metrics.json of a run folder, and its model's card: what `compare` found, and on which images.
 
     A row that could not be measured now keeps what was measured before on the same images: the run is the same.
@@ -215,7 +219,7 @@ def _measured(run: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
     return {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
 
 
-def metrics(table: dict[str, EvalResult | str], data: str) -> dict[str, Any]:
+def metrics(table: dict[str, Evaluation | str], data: str) -> dict[str, Any]:
     """The table in plain values, as in metrics.json."""
     rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
     return {"data": data, "accuracy": rows}

@@ -13,6 +13,7 @@ from torch import nn
 import maskaq
 from maskaq.engine import Engine
 from maskaq.errors import DeviceError
+from maskaq.models import geometry
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
@@ -29,7 +30,8 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
 def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
     """Where and with what a run was made."""
-    return {"source": source} | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
+    told = {"source": source, "task": geometry(teacher).task}
+    return told | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:

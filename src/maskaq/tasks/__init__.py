@@ -1,1 +1,78 @@
-"""What a model is for: how predictions are evaluated."""
+"""The tasks: what models are for. A new one is a file with a `Task`, listed in `TASKS`."""
+
+from typing import Any
+
+from torch import nn
+
+from maskaq.errors import ModelError, unknown
+from maskaq.models import task_name
+from maskaq.progress import Progress
+from maskaq.shapes import Geometry
+from maskaq.tasks.classification import Classification
+from maskaq.tasks.features import Features
+from maskaq.tasks.task import Batches, Evaluation, Task
+
+__all__ = [
+    "CALIBRATED",
+    "FULL_PRECISION",
+    "PTQ",
+    "RTN",
+    "TASKS",
+    "Evaluation",
+    "Task",
+    "evaluate",
+    "lost_to_rounding",
+    "recovered",
+    "share_recovered",
+    "task_named",
+    "task_of",
+]
+
+TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Features())}
+
+FULL_PRECISION, RTN, PTQ, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
+"""The models that a run's table compares."""
+
+
+def task_named(name: str) -> Task:
+    if name not in TASKS:
+        raise ModelError(unknown("task", name, TASKS))
+    return TASKS[name]
+
+
+def task_of(model: Any) -> Task:
+    """The task of a model: exposed, of timm, or of a runtime."""
+    found = getattr(model, "_maskaq_geometry", None)
+    return task_named(found.task if isinstance(found, Geometry) else task_name(model))
+
+
+def evaluate(
+    model: nn.Module, batches: Batches, progress: Progress | None = None, full: Evaluation | None = None
+) -> Evaluation:
+    """How good a model is, full precision or quantized, over batches of (images, labels).
+
+    A classifier gives an `EvalResult` (top1, top5), a model without one a `FeatureResult` (cosine, knn).
+
+    Args:
+        full: the evaluation of the full-precision model on the same images, which features are compared with.
+    """
+    return task_of(model).evaluate(model, batches, progress, full)
+
+
+def lost_to_rounding(full: Evaluation, rtn: Evaluation) -> tuple[float, float]:
+    """Of the headline figure, and its standard error."""
+    return full.headline - rtn.headline, (full.standard_error**2 + rtn.standard_error**2) ** 0.5
+
+
+def recovered(full: Evaluation, rtn: Evaluation, ours: Evaluation) -> float | None:
+    """Share of what rounding to nearest loses that `ours` recovers.
+
+    None where nothing measurable is lost: a share of nothing would be a random number.
+    """
+    _, noise = lost_to_rounding(full, rtn)
+    return share_recovered(full.headline, rtn.headline, ours.headline, noise)
+
+
+def share_recovered(full: float, rtn: float, ours: float, noise: float) -> float | None:
+    """`recovered`, of figures."""
+    return (ours - rtn) / (full - rtn) if full - rtn > noise else None

@@ -1,15 +1,18 @@
-"""Accuracy on labelled images: sums and counts, divided once."""
+"""Classification: logits, made for one class an image, judged by top-1 and top-5 accuracy."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maskaq.errors import DataError
 from maskaq.progress import Progress
-from maskaq.quant.twin import frozen
+from maskaq.tasks.outputs import outputs
+from maskaq.tasks.task import Batches, Column, Task
 
 
 @dataclass(frozen=True)
@@ -21,53 +24,76 @@ class EvalResult:
     n: int
 
     @property
+    def headline(self) -> float:
+        return self.top1
+
+    @property
     def standard_error(self) -> float:
         """Of top-1, in points."""
         return 100 * math.sqrt(self.top1 / 100 * (1 - self.top1 / 100) / self.n)
+
+    def as_full(self) -> "EvalResult":
+        return self
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self) | {"standard_error": self.standard_error}
 
 
-FULL_PRECISION, NEAREST, SEARCHED, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
-"""What is compared with each other."""
+class Classification(Task):
+    """A model that gives logits, one for each class."""
 
+    name = "classification"
+    output = "logits"
+    columns = {
+        "top1": Column("top-1 %"),
+        "standard_error": Column("± s.e."),
+        "top5": Column("top-5 %"),
+        "n": Column("n", "d"),
+    }
+    distance_name = "KL to the full-precision model"
+    agreement_name = "same class as the full-precision model"
 
-def lost_to_rounding(full: EvalResult, nearest: EvalResult) -> tuple[float, float]:
-    """Points of top-1, and their standard error."""
-    return full.top1 - nearest.top1, math.hypot(full.standard_error, nearest.standard_error)
+    def targets(self, indices: Tensor, classes: int) -> Tensor:
+        """Every class in turn."""
+        return indices % classes
 
+    def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
+        return dict(weights)
 
-def won_back(full: EvalResult, nearest: EvalResult, ours: EvalResult) -> float | None:
-    """Share of the top-1 that rounding to nearest loses and `ours` has again.
+    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+        """KL(P || Q) of the predictions, in double precision."""
+        log_p, log_q = expected.double().log_softmax(dim=1), found.double().log_softmax(dim=1)
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1)
 
-    None where nothing measurable is lost: a share of nothing would be a random number.
-    """
-    lost, noise = lost_to_rounding(full, nearest)
-    return (ours.top1 - nearest.top1) / lost if lost > noise else None
+    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
+        """Whether both predict the same class."""
+        return (found.argmax(dim=1) == expected.argmax(dim=1)).float()
 
+    def show_agreement(self, value: float) -> str:
+        return f"{100 * value:.0f} %"
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], progress: Progress | None = None
-) -> EvalResult:
-    """Accuracy of a model, full precision or quantized, over batches of (images, labels)."""
-    progress = progress or Progress()
-    weight = next(model.parameters())  # images follow its device and its dtype
-    hits1 = hits5 = n = 0
-    was_training = model.training
-    model.eval()
-    try:
-        with frozen(model):
-            for images, labels in batches:
-                logits, labels = model(images.to(weight.device, weight.dtype)), labels.to(weight.device)
-                if not torch.isfinite(logits).all():
-                    raise DataError("the model's predictions contain NaN or Inf; its weights or ranges are damaged")
-                hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-                hits1, hits5, n = hits1 + int(hit[:, 0].sum()), hits5 + int(hit.sum()), n + len(labels)
-                progress.advance(len(labels))
-    finally:
-        model.train(was_training)
-    if not n:
-        raise DataError("there are no images to evaluate on")
-    return EvalResult(top1=100 * hits1 / n, top5=100 * hits5 / n, n=n)
+    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
+        """Both predictions, and how sure the models are of the label, or without one of what P says."""
+        p, q = expected.float().softmax(dim=0), found.float().softmax(dim=0)
+        teacher, student = int(p.argmax()), int(q.argmax())
+        sure_of = label if label >= 0 else teacher
+        described = {"teacher": teacher, "confidence": p[sure_of].item()}
+        return described | {
+            "student": student,
+            "student_confidence": q[sure_of].item(),
+            "agree": teacher == student,
+        }
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, batches: Batches, progress: Progress | None = None, full: Any = None
+    ) -> EvalResult:
+        hits1 = hits5 = n = 0
+        for logits, labels in outputs(model, batches, progress):
+            hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+            hits1 += int(hit[:, 0].sum())
+            hits5 += int(hit.sum())
+            n += len(labels)
+        if not n:
+            raise DataError("there are no images to evaluate on")
+        return EvalResult(top1=100 * hits1 / n, top5=100 * hits5 / n, n=n)

@@ -31,6 +31,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "std": list(facts.std),
         "crop_pct": config["crop_pct"],
         "interpolation": config["interpolation"],
+        "task": facts.task,
         "classes": facts.classes,
     }
 

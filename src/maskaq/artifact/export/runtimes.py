@@ -87,11 +87,15 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
 
 def runnable(file: str | Path, threads: int = 0) -> nn.Module:
     """A file as a module, in the runtime it was written for."""
+    model: nn.Module
     if of_openvino(file):
         from maskaq.artifact.export.openvino import OpenvinoModel
 
-        return OpenvinoModel(file, threads)
-    return OnnxModel(file, threads)
+        model = OpenvinoModel(file, threads)
+    else:
+        model = OnnxModel(file, threads)
+    model.num_classes = metadata_of(file).get("classes")  # which tells its task
+    return model
 
 
 def bytes_of(file: str | Path) -> int:

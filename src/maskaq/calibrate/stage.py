@@ -1,0 +1,30 @@
+"""A stage of a run: something that fits the student to the teacher on images, epoch by epoch."""
+
+from typing import Any, Protocol
+
+from maskaq.errors import CalibrationError
+from maskaq.images.sets import SyntheticSet
+from maskaq.progress import Progress
+
+
+class Stage(Protocol):
+    """`Calibrator` fits all layers at once, end to end.
+
+    An epoch depends on the student, the state and the epoch's number alone: a run can stop after any and go on later.
+    """
+
+    name: str
+    """What it does, for progress and events."""
+    progress: Progress
+
+    def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
+        """One pass over the images; gives the mean of each loss term."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next epoch needs besides the student."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+
+    def diverged(self, what: str) -> CalibrationError:
+        """The error for a student that is no longer finite, with what to do about it."""

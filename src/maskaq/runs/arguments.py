@@ -1,0 +1,61 @@
+"""What `quantize` is asked, checked before any work: its arguments, and what makes a run this run."""
+
+import operator
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from maskaq.calibrate.handover import KEEP
+from maskaq.errors import ModelError, RecipeError, RunFolderError
+from maskaq.images.stored import state_digest
+from maskaq.models import data_config
+from maskaq.progress import Progress
+from maskaq.recipe.schema import Recipe, to_dict
+
+
+def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """What makes a run this run: another of these is another folder."""
+    weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
+    images = data_config(model)
+    preparation = {
+        "image_size": list(images["input_size"][1:]),
+        "mean": list(images["mean"]),
+        "std": list(images["std"]),
+    }
+    return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
+
+
+def whole_number(seed: Any) -> int:
+    """RecipeError unless a seed is a whole number."""
+    try:
+        return operator.index(seed)
+    except TypeError as error:
+        raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
+
+
+def check_arguments(out: Any, keep: Any, progress: Any, source: Any, checkpoint_seconds: Any, fast: Any) -> None:
+    """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
+    if not isinstance(out, str | Path) or "\0" in str(out):
+        raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
+    if keep not in KEEP:
+        raise RecipeError(f"keep: expected one of {', '.join(KEEP)}, got {keep!r}")
+    wanted = 'expected a dict such as {"name": "deit_tiny_patch16_224", "args": {"num_classes": 10}}'
+    if source is not None and not isinstance(source, dict):
+        raise ModelError(f"source: {wanted}, got {source!r}")
+    architecture = (source or {}).get("architecture")
+    if architecture is not None and not (isinstance(architecture, dict) and "name" in architecture):
+        raise ModelError(f"source['architecture']: {wanted}, got {architecture!r}")
+    for where, part in (("source", source or {}), ("source['architecture']", architecture or {})):
+        for key, kind, example in (("name", str, "a timm name"), ("args", dict, "a dict of timm's arguments")):
+            if not isinstance(part.get(key, kind()), kind):
+                raise ModelError(f"{where}[{key!r}]: expected {example}, or no such key, got {part[key]!r}")
+    if not isinstance(checkpoint_seconds, Real) or checkpoint_seconds != checkpoint_seconds:
+        raise RecipeError(f"checkpoint_seconds: expected a number of seconds, got {checkpoint_seconds!r}")
+    if fast is not None and not isinstance(fast, bool):
+        raise RecipeError(f"fast: expected True, False or None, got {fast!r}")
+    methods = [name for name in vars(Progress) if not name.startswith("_")]
+    lacks = [] if progress is None else [name for name in methods if not hasattr(progress, name)]
+    if lacks:
+        raise RecipeError(f"progress: expected a maskaq.progress.Progress, got {progress!r}, which has no {lacks[0]}")

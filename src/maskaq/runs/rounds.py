@@ -1,0 +1,66 @@
+"""The epochs of a round, with checkpoints; and the way back to the latest of them."""
+
+import time
+
+import torch
+from torch import nn
+
+from maskaq.calibrate.stage import Stage
+from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import StoredImages, StudentHistory
+from maskaq.recipe.schema import recipe_from_dict
+from maskaq.storage import files
+from maskaq.storage.runfolder import Checkpoint, RunFolder
+
+
+def fit(
+    run: RunFolder,
+    stage: Stage,
+    history: StudentHistory,
+    stored: StoredImages,
+    images: SyntheticSet,
+    round: int,
+    checkpoint_seconds: float,
+) -> None:
+    """The epochs of a round that are left, with a checkpoint now and then and at the end."""
+    rounds = history.recipe.rounds
+    epochs = rounds[round]
+    left = range(max(history.epoch, epochs.start), epochs.stop)
+    done = len(epochs) - len(left)
+    title = f"{stage.name}, round {round + 1} of {len(rounds)}"
+    stage.progress.stage(title, len(images) * len(epochs), done=len(images) * done)
+    last_saved = time.monotonic()
+    for epoch in left:
+        began = time.monotonic()
+        losses = stage.epoch(images, epoch)
+        history.epoch = epoch + 1
+        seconds = time.monotonic() - began
+        run.event(stage=stage.name, round=round, epoch=epoch, seconds=seconds, **losses)
+        if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
+            stored.used |= {round: stored.digests[round]}
+            _checkpoint(run, history.student, stage, history.epoch, stored.used)
+            last_saved = time.monotonic()
+
+
+def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, shards: dict[int, list[str]]) -> None:
+    ill = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
+    if ill:
+        what = f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first"
+        raise stage.diverged(what)
+    state = {"student": dict(student.state_dict()), "optimizer": stage.state_dict()}
+    starts = [epochs.start for epochs in recipe_from_dict(run.identity["recipe"]).rounds]
+    run.save_checkpoint(Checkpoint(epoch, *files.flatten_state(state), shards), keep=starts)
+
+
+def restore(run: RunFolder, student: nn.Module, stage: Stage) -> tuple[int, dict[int, list[str]]]:
+    """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used."""
+    saved = run.load_checkpoint()
+    if saved is None:
+        return 0, {}
+    state = saved.state()
+    try:
+        student.load_state_dict(state["student"])
+        stage.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise files.DamagedError(run.path("checkpoints"), error, files.RESTORE) from error
+    return saved.epoch, dict(saved.shards)

@@ -1,0 +1,149 @@
+"""Features: an embedding of the image, made for no class, judged by how close it stays to the teacher's.
+
+For models without a classifier: DINOv2, the image towers of CLIP and SigLIP, any model with `num_classes=0`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.errors import DataError
+from maskaq.losses.distill import relative_error
+from maskaq.progress import Progress
+from maskaq.tasks.outputs import outputs
+from maskaq.tasks.task import Batches, Column, Task
+
+NEIGHBOURS = 20
+TEMPERATURE = 0.07
+"""As DINO's evaluation has them (Caron et al. 2021)."""
+
+_IN_PLACE_OF: dict[str, str | None] = {
+    "class_prior": None,
+    "soft_class_prior": None,
+    "region_prior": None,
+    "logit_kl": "feature_error",
+}
+"""Loss terms of classes -> the term of features in their place, or none."""
+
+
+@dataclass(frozen=True)
+class FeatureResult:
+    """Similarity to the full-precision model's features, and accuracy of their nearest neighbours, over n images."""
+
+    cosine: float | None
+    """Mean cosine similarity to the features of the full-precision model; None where that is not at hand."""
+    knn: float | None
+    """Top-1 in percent of k nearest neighbours, each image among the others; None where the folder has no classes."""
+    n: int
+    cosine_error: float = 0.0
+    features: Tensor | None = field(default=None, repr=False, compare=False)
+    """(n, D): what other models are compared with."""
+
+    @property
+    def headline(self) -> float:
+        return self.cosine if self.cosine is not None else (self.knn or 0.0) / 100
+
+    @property
+    def standard_error(self) -> float:
+        """Of the cosine similarity; without one, of the accuracy as a share."""
+        if self.cosine is not None:
+            return self.cosine_error
+        return math.sqrt(self.headline * (1 - self.headline) / self.n)
+
+    def as_full(self) -> "FeatureResult":
+        return replace(self, cosine=1.0)
+
+    def to_dict(self) -> dict[str, float | None]:
+        figures = {"cosine": self.cosine, "standard_error": self.standard_error, "knn": self.knn}
+        return figures | {"n": self.n}
+
+
+class Features(Task):
+    """A model that gives one embedding for an image."""
+
+    name = "features"
+    output = "features"
+    columns = {
+        "cosine": Column("cosine to full precision", ".4f"),
+        "standard_error": Column("± s.e.", ".4f"),
+        "knn": Column("k-NN top-1 %"),
+        "n": Column("n", "d"),
+    }
+    distance_name = "1 - cosine similarity to the full-precision model"
+    agreement_name = "cosine similarity to the full-precision model"
+
+    def targets(self, indices: Tensor, classes: int) -> Tensor:
+        """None: there are no classes."""
+        return torch.full_like(indices, -1)
+
+    def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Without the terms of classes; features are matched where logits were."""
+        found: dict[str, float] = {}
+        for name, weight in weights.items():
+            own = _IN_PLACE_OF.get(name, name)
+            if own is not None:
+                found[own] = found.get(own, 0.0) + weight
+        return found
+
+    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+        return 1 - self.agreement(expected.double(), found.double())
+
+    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
+        return F.cosine_similarity(expected, found, dim=1)
+
+    def show_agreement(self, value: float) -> str:
+        return f"{value:.3f}"
+
+    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
+        return {
+            "similarity": F.cosine_similarity(expected, found, dim=0).item(),
+            "error": relative_error(expected[None], found[None]).item(),
+        }
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, batches: Batches, progress: Progress | None = None, full: FeatureResult | None = None
+    ) -> FeatureResult:
+        """Args:
+        full: the result of the full-precision model on the same images; without it there is no similarity.
+        """
+        found = [(features.float().cpu(), labels.cpu()) for features, labels in outputs(model, batches, progress)]
+        if not found:
+            raise DataError("there are no images to evaluate on")
+        features, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
+        knn = 100 * nearest_neighbour_accuracy(features, labels) if _has_classes(labels) else None
+        if full is None:
+            return FeatureResult(None, knn, len(features), features=features)
+        if full.features is None or full.features.shape != features.shape:
+            raise DataError("features can only be compared with those of the same images, of one width")
+        similarity = self.agreement(full.features, features)
+        error = (similarity.std() / math.sqrt(len(features))).item() if len(features) > 1 else 0.0
+        return FeatureResult(similarity.mean().item(), knn, len(features), error, features)
+
+
+def _has_classes(labels: Tensor) -> bool:
+    """Whether images are labelled with more than one class, and some class has two images to be neighbours."""
+    _, counts = labels.unique(return_counts=True)
+    return bool((labels >= 0).all()) and len(counts) > 1 and int(counts.max()) > 1
+
+
+def nearest_neighbour_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHBOURS) -> float:
+    """Share of the images whose neighbours, by a vote weighted with exp(cosine / T), have the image's own class."""
+    unit = F.normalize(features, dim=1)
+    k = min(k, len(unit) - 1)
+    classes = int(labels.max()) + 1
+    hits = 0
+    for start in range(0, len(unit), 512):
+        rows = torch.arange(start, min(start + 512, len(unit)))
+        similarity = unit[rows] @ unit.T
+        similarity[torch.arange(len(rows)), rows] = -2.0  # an image is not its own neighbour
+        near = similarity.topk(k, dim=1)
+        votes = torch.zeros(len(rows), classes)
+        votes.scatter_add_(1, labels[near.indices], (near.values / TEMPERATURE).exp())
+        hits += int((votes.argmax(dim=1) == labels[rows]).sum())
+    return hits / len(unit)

@@ -1,0 +1,107 @@
+"""What a model is for. A task says what images are made for, which outputs are compared, and how both are judged."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from maskaq.progress import Progress
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+"""Images as the model takes them, and their labels."""
+
+
+class Evaluation(Protocol):
+    """How good a model is on n images."""
+
+    n: int
+
+    @property
+    def headline(self) -> float:
+        """The figure that models are compared by; more is better."""
+
+    @property
+    def standard_error(self) -> float:
+        """Of the headline."""
+
+    def as_full(self) -> "Evaluation":
+        """The same as that of the full-precision model, which is compared with itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures by name, as metrics.json has them; None for one that could not be measured."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of an evaluation, as tables show it."""
+
+    title: str
+    format: str = ".2f"
+
+    def show(self, value: float | None) -> str:
+        return "-" if value is None else f"{value:{self.format}}"
+
+
+class Task(ABC):
+    """One kind of model. Everything that depends on what a model is for is asked here."""
+
+    name: str
+    output: str
+    """What the model's one output is called: loss terms read it by this name."""
+    columns: Mapping[str, Column]
+    """Figures of an evaluation -> how tables show them. The first is the headline, the last the number of images."""
+    distance_name: str
+    """What `distance` measures, in words."""
+    agreement_name: str
+    """What `agreement` measures, in words."""
+
+    @property
+    def headline(self) -> str:
+        """The column that models are compared by."""
+        return next(iter(self.columns))
+
+    def cells(self, row: Mapping[str, Any]) -> list[str]:
+        """The figures of an evaluation as a table shows them."""
+        return [column.show(row.get(key)) for key, column in self.columns.items()]
+
+    def percent(self, row: Mapping[str, Any]) -> float:
+        """The headline figure as the length of a bar, from 0 to 100."""
+        value = row.get(self.headline) or 0.0
+        return float(value if self.columns[self.headline].title.endswith("%") else 100 * max(0.0, value))
+
+    def is_row(self, row: Any) -> bool:
+        """Whether figures read from a file are those of an evaluation: numbers, and None where one was not measured."""
+        figures = [row.get(key) for key in self.columns] if isinstance(row, dict) else []
+        return bool(figures) and type(figures[-1]) is int and all(type(x) in (int, float, type(None)) for x in figures)
+
+    @abstractmethod
+    def targets(self, indices: Tensor, classes: int) -> Tensor:
+        """What the images of these numbers are made for: (B,) class numbers, -1 for none."""
+
+    @abstractmethod
+    def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """The loss terms of a recipe with those that this task has in their place."""
+
+    @abstractmethod
+    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+        """(B,): how far the outputs of a model are from the teacher's; 0 where they are equal."""
+
+    @abstractmethod
+    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
+        """(B,): how much the outputs of a model agree with the teacher's, at most 1."""
+
+    @abstractmethod
+    def show_agreement(self, value: float) -> str:
+        """A mean agreement in figures."""
+
+    @abstractmethod
+    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
+        """What a report says below one image, from the teacher's and the student's output for it."""
+
+    @abstractmethod
+    def evaluate(
+        self, model: nn.Module, batches: Batches, progress: Progress | None = None, full: Any = None
+    ) -> Evaluation:
+        """How good a model is on labelled images; `full` is the evaluation of the full-precision model."""

@@ -185,7 +185,7 @@ def mostly_slow(cases: Mapping[str, Any] | Iterable[Any], *fast: Any) -> list[An
 def in_process(target, *args) -> int | None:
     """The exit code of a new process that calls target(*args); minus the signal's number if one killed it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers", "maskaq.cli.commands"])
+    context.set_forkserver_preload(["helpers", "maskaq.cli.running"])
     process = context.Process(target=target, args=args)
     process.start()
     process.join()

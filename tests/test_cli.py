@@ -1,7 +1,10 @@
 """What the command line promises: every command end to end, and for every mistake one clear message, no traceback and
 nothing half done."""
 
+import argparse
+import dataclasses
 import errno
+import importlib
 import io
 import json
 import os
@@ -40,6 +43,7 @@ from maskaq import zoo
 from maskaq.artifact.saved import saved_digest
 from maskaq.cli import console as draw
 from maskaq.cli import main as cli
+from maskaq.cli.arguments import DEMO_DATA, typed
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.models import data_config, expose, geometry
 from maskaq.quant.quantizers import QUANTIZERS
@@ -141,6 +145,38 @@ def test_the_version_is_told_by_the_module_without_loading_torch():
     done = by_process("-X", "importtime", "-m", "maskaq", "--version")
     assert done.returncode == 0 and done.stdout == f"maskaq {maskaq.__version__}\n"
     assert "maskaq.cli.main" in done.stderr and "torch" not in done.stderr
+
+
+def test_words_are_parsed_and_mistakes_told_without_loading_torch():
+    code = """
+import sys
+from maskaq.cli import main as cli
+for words in (["quantize", "--help"], ["export"], ["bench", "--steps", "0"]):
+    try:
+        cli.main(words)
+    except SystemExit as exit:
+        print(exit.code, "torch" in sys.modules, file=sys.stderr)
+"""
+    done = by_process("-c", code)
+    ends = [line for line in done.stderr.splitlines() if line.endswith(("True", "False"))]
+    assert done.returncode == 0 and ends == ["0 False", "2 False", "2 False"]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_arguments_are_frozen_and_hold_every_option_of_their_command(name):
+    command, parser = cli.COMMANDS[name], argparse.ArgumentParser()
+    command.add_arguments(parser)
+    options = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+    arguments = typed(command.Arguments, argparse.Namespace(**options))
+    held = {}
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        held |= vars(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    assert {key: held[key] for key in options} == {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(arguments, dataclasses.fields(arguments)[0].name, None)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +345,7 @@ def test_image_size_mean_and_std_go_through_a_run_and_belong_to_it(call, files, 
 
 def test_evaluate_and_inspect_take_image_size_mean_and_std(call, files, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        "maskaq.cli.commands.evaluate_model", lambda model, *_: seen.append(model) or EvalResult(0, 0, 1)
-    )
+    monkeypatch.setattr("maskaq.cli.evaluation.evaluate", lambda model, *_: seen.append(model) or EvalResult(0, 0, 1))
     assert call("evaluate", *model(files), "--data", files / "data", "--device", "cpu", *NORMALIZED)[0] == 0
     config = data_config(seen[0])
     assert (config["mean"], config["std"]) == ((0.1, 0.2, 0.3), (0.4, 0.4, 0.4))
@@ -405,10 +439,31 @@ def test_an_evaluated_run_has_its_accuracy_in_its_models_card(call, files, tmp_p
     assert content(out / QUANTIZED) == before
 
 
+def test_a_run_that_is_evaluated_loads_its_model_and_lists_the_images_once(call, files, tmp_path, monkeypatch):
+    loaded, listed = [], []
+
+    def count(where: str, calls: list) -> None:
+        module, name = where.rsplit(".", 1)
+        original = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(where, lambda *args, **kwargs: calls.append(where) or original(*args, **kwargs))
+
+    count("maskaq.cli.resolve.load_model", loaded)
+    count("maskaq.runs.opened.load_model", loaded)
+    count("maskaq.images.sets.ImageFolder", listed)
+    data = ("--data", str(files / "data"))
+    assert call(*quantize(files, tmp_path / "run", *data))[0] == 0
+    assert len(loaded) == 1 and len(listed) == 1
+    moved = ("--checkpoint", files / "vit.safetensors")
+    for argv in (("calibrate", tmp_path / "run", *moved), ("evaluate", tmp_path / "run", *moved)):
+        loaded.clear(), listed.clear()
+        assert call(*argv, *data, "--device", "cpu")[0] == 0
+        assert len(loaded) == 1 and len(listed) == 1
+
+
 def test_evaluate_an_embedded_model_on_the_packaged_images(call, monkeypatch):
     images, labels = zoo.test_images()
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::20], labels[::20]))
-    code, out, _ = call("evaluate", "cifar10_vit", "--data", cli.DEMO_DATA, "--device", "cpu")
+    code, out, _ = call("evaluate", "cifar10_vit", "--data", DEMO_DATA, "--device", "cpu")
     (row,) = [line for line in out.splitlines() if "full precision" in line]
     assert code == 0 and float(row.split("│")[2]) > 60 and row.split("│")[5].split() == ["50"]
 
@@ -638,7 +693,7 @@ MISTAKES = {
         ["cannot read the class index", "bad.json"],
     ),
     "packaged images for another model": (
-        lambda f, p: quantize(f, p / "run", "--data", cli.DEMO_DATA),
+        lambda f, p: quantize(f, p / "run", "--data", DEMO_DATA),
         ["cifar10-demo is for the embedded CIFAR-10 models"],
     ),
     "out is a file": (lambda f, p: quantize(f, p / "file"), ["file exists and is not a run folder"]),
@@ -832,7 +887,7 @@ def test_an_interrupted_look_promises_nothing(call, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("maskaq.cli.commands.inspect", interrupt)
+    monkeypatch.setattr("maskaq.cli.inspect.run", interrupt)
     assert call("inspect", "cifar10_vit") == (130, "", "\ninterrupted\n")
 
 
@@ -915,7 +970,7 @@ def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluat
     safetensors.torch.save_file(tiny_vit(seed=1).state_dict(), other)
     (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 100)
     monkeypatch.setattr("maskaq.runs.opened.evaluate", lambda *_: pytest.fail("evaluated"))
-    for out, data in ((finished, files / "data"), (embedded, cli.DEMO_DATA)):
+    for out, data in ((finished, files / "data"), (embedded, DEMO_DATA)):
         before = content(out)
         for file in (other, tmp_path / "damaged.safetensors", tmp_path / "gone.safetensors", tmp_path):
             for words in (("evaluate", out, "--data", data), ("calibrate", out), ("report", out)):
@@ -987,7 +1042,7 @@ def test_a_file_that_no_command_foresaw_is_told_without_a_traceback(call, monkey
     def stumble(*_: object) -> None:
         Path("/dev/null/x").read_bytes()
 
-    monkeypatch.setattr("maskaq.cli.commands.inspect", stumble)
+    monkeypatch.setattr("maskaq.cli.inspect.run", stumble)
     assert call("inspect", "cifar10_vit") == (1, "", "error: /dev/null/x: Not a directory\n")
 
 
@@ -1023,7 +1078,7 @@ def test_memory_that_the_machine_does_not_have_is_told_without_a_traceback(call,
     def allocate(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes.")
 
-    monkeypatch.setattr("maskaq.cli.commands.inspect", allocate)
+    monkeypatch.setattr("maskaq.cli.inspect.run", allocate)
     code, _, err = call("inspect", "cifar10_vit")
     assert code == 1 and err.startswith("error: out of memory: lower --batch, or in a recipe synthesis.images")
 

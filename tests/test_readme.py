@@ -79,7 +79,7 @@ def test_commands_of_the_pages_run_in_their_order(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("words", [w for w in MASKAQ if not runs_here(w)], ids=" ".join)
 def test_commands_that_need_a_users_files_are_well_formed(words):
     args = cli._parser().parse_args(words)
-    assert args.command in ("quantize", "export", "bench_runtime")
+    assert args.command in ("quantize", "export", "bench-runtime")
 
 
 def test_make_targets_of_the_pages_exist():

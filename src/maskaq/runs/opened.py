@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class OpenedRun:
     """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
     keep: str = "better"
     """Which model the run was last asked to hand over."""
+    known_teacher: nn.Module | None = field(default=None, repr=False, compare=False)
+    """The teacher in the common form, where the caller has it and knows it for the run's: it is not loaded again."""
 
     def load_teacher(self) -> nn.Module:
         """The full-precision model that the source names, whatever its weights are now."""
@@ -58,13 +60,19 @@ class OpenedRun:
 
     @cached_property
     def _teacher(self) -> nn.Module:
+        if self.known_teacher is not None:
+            return self.known_teacher
         model = self.load_teacher()
+        self.check_weights(model)
+        return expose(model)
+
+    def check_weights(self, model: nn.Module) -> None:
+        """CheckpointError for a model of other weights than the run's teacher."""
         if state_digest(model.state_dict()) != RunFolder.read(self.folder).identity["model"]["weights"]:
             raise CheckpointError(
                 f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
                 f"{self.folder} was made; give the run the file it was made from"
             )
-        return expose(model)
 
     def nearest(self) -> nn.Module:
         """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""

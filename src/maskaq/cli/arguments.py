@@ -1,0 +1,193 @@
+"""Options that several commands share, and how parsed words become the typed, frozen arguments of a command.
+
+Imports no torch: a mistake in a command, or a look at its help, is answered at once.
+"""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from maskaq.cli import converters
+
+DEMO_DATA = "cifar10-demo"
+
+_Arguments = TypeVar("_Arguments")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How a command was called, and where it prints."""
+
+    words: Sequence[str]
+    console: Console
+
+    @property
+    def command_line(self) -> str:
+        """As a shell takes it."""
+        return shlex.join(["maskaq", *self.words])
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and what neither its name nor its weights tell."""
+
+    model: str
+    checkpoint: str | None = None
+    model_arg: Sequence[str] = ()
+    img_size: int | tuple[int, int] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The settings of a run; None where the command's default holds."""
+
+    recipe: str | None = None
+    bits: str | None = None
+    set: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Evaluation images, and how they are read; without `data` there are none."""
+
+    data: str | None = None
+    class_index: str | None = None
+    crop_pct: float | None = None
+    interpolation: str | None = None
+    workers: int = 0
+
+
+def typed(kind: type[_Arguments], parsed: argparse.Namespace) -> _Arguments:
+    """The arguments of a command, out of what argparse found: each field by its name, a group by its own fields."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if isinstance(field.type, type) and is_dataclass(field.type):
+            values[field.name] = typed(field.type, parsed)
+        elif hasattr(parsed, field.name) or field.default is MISSING:  # else this command has no such option
+            value = getattr(parsed, field.name)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="timm name of a ViT, DeiT or Swin, or an embedded model")
+    parser.add_argument(
+        "--checkpoint",
+        type=converters.path,
+        metavar="FILE",
+        help="weights (.safetensors, .pth, .bin); default: timm's own, online",
+    )
+    add_timm(parser)
+
+
+def add_timm(parser: argparse.ArgumentParser) -> None:
+    """What a model takes that neither its name nor its weights tell."""
+    parser.add_argument(
+        "--model-arg",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="argument for timm, e.g. num_classes=10",
+    )
+    parser.add_argument(
+        "--img-size",
+        type=converters.image_size,
+        metavar="N|HxW",
+        help="image size (default: what the weights tell, or the name's)",
+    )
+    for key, example in (("mean", "0.485,0.456,0.406"), ("std", "0.229,0.224,0.225")):
+        parser.add_argument(
+            f"--{key}",
+            type=converters.numbers,
+            metavar="X[,X,...]",
+            help=f"of normalised images with pixels from 0 to 1: one number or one per channel, e.g. {example} "
+            "(default: timm's for the name)",
+        )
+
+
+def add_moved_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=converters.path, metavar="FILE", help="the model's weights, where they moved"
+    )
+
+
+def add_recipe(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--bits", help="bits of weights and activations, wXaY, 2 to 8 each (default: the recipe's, w4a4)"
+    )
+    parser.add_argument(
+        "--recipe",
+        help=f"shipped name or .toml file (default: {default}; see `maskaq list recipes`); budget+method, such as "
+        "quick+mimiq, lays the one over the other",
+    )
+    add_set(parser)
+
+
+def add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="override a recipe key (`maskaq list keys`)",
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+
+
+def add_plain(parser: argparse.ArgumentParser) -> None:
+    words = "every step as it is written, in float32: for comparison, and if in doubt"
+    parser.add_argument("--plain", action="store_true", help=words)
+
+
+def add_end(parser: argparse.ArgumentParser, keep: str | None = "better") -> None:
+    """What happens when calibration is done."""
+    parser.add_argument(
+        "--keep",
+        choices=("better", "last"),
+        default=keep,
+        help="better: hand over the model before calibration if calibration made it worse on synthetic images that it "
+        f"did not see; last: the last epoch's in any case (default: {keep or 'what the run was last asked for'})",
+    )
+    parser.add_argument("--no-report", action="store_true", help="skip the report and its measurements")
+
+
+def add_json(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", type=converters.new_file, metavar="FILE", help=f"write the {what} as JSON too")
+
+
+def add_data(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    group = parser.add_argument_group("evaluation images")
+    group.add_argument(
+        "--data",
+        type=converters.path,
+        metavar="DIR",
+        required=required,
+        help=f"one sub-folder of images per class; or {DEMO_DATA}, the packaged 1,000",
+    )
+    group.add_argument(
+        "--class-index",
+        type=converters.path,
+        metavar="FILE",
+        help="JSON, sub-folder name -> class, for a subset of the classes",
+    )
+    group.add_argument(
+        "--crop-pct",
+        type=converters.share,
+        metavar="X",
+        help="share of the resized image that is kept (default: timm's)",
+    )
+    group.add_argument(
+        "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
+    )
+    group.add_argument("--workers", type=converters.count, default=0, help="processes that read images (default: 0)")

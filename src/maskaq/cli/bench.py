@@ -1,0 +1,75 @@
+"""`maskaq bench`."""
+
+import argparse
+from dataclasses import dataclass
+
+from maskaq.cli import arguments as options
+from maskaq.cli import converters
+from maskaq.cli.arguments import Invocation, RecipeOptions
+
+SUMMARY = "how fast synthesis and calibration run here"
+RESUMABLE = False
+_RECIPE = "paper"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    models: tuple[str, ...]
+    recipe: RecipeOptions
+    batch: int
+    calibration_batch: int
+    steps: int
+    repeats: int
+    json: str | None
+    note: str
+    device: str | None
+    plain: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        metavar="MODEL",
+        nargs="*",
+        default=["cifar10_vit"],
+        help="timm names, with random weights, or embedded models (default: cifar10_vit)",
+    )
+    options.add_recipe(parser, _RECIPE)
+    count, positive = converters.count, converters.positive
+    parser.add_argument("--batch", type=count, default=0, help="images optimised together (default: as a run would)")
+    parser.add_argument("--calibration-batch", type=count, default=0, help="images per step (default: the recipe's)")
+    parser.add_argument("--steps", type=positive, default=20, help="steps of one measurement (default: 20)")
+    parser.add_argument(
+        "--repeats", type=positive, default=5, help="measurements, after one for the set-up (default: 5)"
+    )
+    options.add_json(parser, "figures")
+    parser.add_argument("--note", default="", help="a word for the JSON file, such as the commit")
+    options.add_device(parser)
+    options.add_plain(parser)
+
+
+def run(arguments: Arguments, invocation: Invocation) -> None:
+    from maskaq import bench as measure  # they bring torch and timm
+    from maskaq.cli import console as draw
+    from maskaq.cli import resolve
+    from maskaq.cli.figures import write_figures
+    from maskaq.engine import pick_engine
+    from maskaq.models import expose
+    from maskaq.models.load import rebuild
+    from maskaq.runs import provenance
+
+    recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
+    device = provenance.pick_device(arguments.device)
+    repeats, steps = arguments.repeats, arguments.steps
+    sizes = {"batch": arguments.batch, "calibration_batch": arguments.calibration_batch}
+    timings: list[measure.Timing] = []
+    with draw.progress_for(invocation.console) as progress:
+        engine = pick_engine(device, False if arguments.plain else None, progress)
+        for name in arguments.models:
+            teacher = expose(rebuild({"name": name, "args": {}})).to(device)
+            progress.note(f"{name}: timing synthesis and calibration, {repeats} repeats of {steps} steps each")
+            timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=steps, repeats=repeats)
+    invocation.console.print(draw.bench_table(timings, provenance.device_name(device)))
+    if arguments.json:
+        figures = {"note": arguments.note, "timings": [timing.to_dict() for timing in timings]}
+        write_figures(arguments.json, figures, invocation, device)

@@ -1,0 +1,83 @@
+"""`maskaq evaluate`."""
+
+import argparse
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from maskaq.cli import arguments as options
+from maskaq.cli import converters
+from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions
+from maskaq.errors import ModelError, RunFolderError
+
+SUMMARY = "accuracy of a run (full precision, round to nearest, searched ranges, maskaq), a saved model or a model"
+RESUMABLE = False
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: ModelOptions
+    data: DataOptions
+    json: str | None
+    device: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="RUN_OR_MODEL", help="a run folder, a saved model's folder, or a model as in `quantize`"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=converters.path,
+        metavar="FILE",
+        help="weights of the model, or of a run's where they moved",
+    )
+    options.add_timm(parser)
+    options.add_json(parser, "table")
+    options.add_device(parser)
+    options.add_data(parser, required=True)
+
+
+def run(arguments: Arguments, invocation: Invocation) -> None:
+    from maskaq.cli import console as draw  # they bring torch and timm
+    from maskaq.cli import evaluation, report, resolve
+    from maskaq.runs import opened as results
+    from maskaq.runs.provenance import pick_device
+    from maskaq.storage.files import write_json_atomic
+
+    console, data = invocation.console, str(arguments.data.data)
+    batches, device = evaluation.EvaluationImages(arguments.data), pick_device(arguments.device)
+    chosen = _checked(arguments.model)
+    of_run = resolve.is_run(chosen.model)
+    measure = evaluation.accuracy_of_run if of_run else evaluation.accuracy_of_model
+    with draw.progress_for(console) as progress:
+        table, caveat = measure(chosen, batches, device, progress)
+    console.print(draw.accuracy_table(table, evaluation.title(chosen.model, data, caveat)))
+    try:
+        if of_run:
+            results.write_metrics(chosen.model, table, data)
+    finally:  # what was measured is kept wherever it can be
+        if arguments.json:
+            write_json_atomic(arguments.json, results.metrics(table, data))
+    if of_run and Path(chosen.model, results.PAGE_FILE).exists():  # it shows other figures
+        report.report_of_run(chosen.model, console, device)
+
+
+def _checked(chosen: ModelOptions) -> ModelOptions:
+    """What is to be evaluated: a run, a saved model or a name; what can be none of them is refused."""
+    from maskaq.artifact.saved import is_pretrained
+    from maskaq.cli.resolve import is_run
+    from maskaq.models.load import SUFFIXES, weights_in_place_of_name
+
+    path = Path(chosen.model)
+    if is_run(path) or is_pretrained(path):
+        return replace(chosen, model=str(path))  # without a trailing slash
+    if path.suffix.lower() in SUFFIXES:
+        raise ModelError(weights_in_place_of_name(chosen.model))
+    if os.path.exists(path):
+        raise ModelError(
+            f"{path} is neither a run folder (it has no run.json) nor a saved model (no config.json) nor a model name"
+        )
+    if path.name != chosen.model:  # it has a slash: meant as a folder
+        raise RunFolderError(f"there is no run folder {path}: expected the --out of an earlier run, or a model name")
+    return chosen

@@ -1,0 +1,100 @@
+"""What commands evaluate, on which images, and what their tables of accuracy are titled."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from maskaq import zoo
+from maskaq.artifact.card import caveat_of
+from maskaq.artifact.saved import is_pretrained
+from maskaq.cli import resolve
+from maskaq.cli.arguments import DEMO_DATA, DataOptions, ModelOptions
+from maskaq.errors import DataError, ModelError
+from maskaq.images.sets import TensorImages, image_folder
+from maskaq.models import data_config
+from maskaq.progress import Progress
+from maskaq.runs.opened import compare
+from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, EvalResult, evaluate
+
+Accuracy = dict[str, EvalResult | str]
+"""A row for each model, or why there is none."""
+
+
+class EvaluationImages:
+    """The images of --data, as batches for a model.
+
+    The models of a run take their images in the same way: the folder is listed once for all of them.
+    """
+
+    def __init__(self, options: DataOptions) -> None:
+        self.options = options
+        self._loader: DataLoader | None = None
+        self._made_for: dict[str, Any] = {}
+
+    def __call__(self, model: Any) -> DataLoader:
+        if self._loader is None or self._made_for != _needs(model):
+            self._loader = _demo_batches(model) if self.options.data == DEMO_DATA else self._folder_batches(model)
+            self._made_for = _needs(model)
+        return self._loader
+
+    def _folder_batches(self, model: Any) -> DataLoader:
+        options = self.options
+        assert options.data is not None
+        return image_folder(
+            options.data,
+            model,
+            class_index=options.class_index,
+            crop_pct=options.crop_pct,
+            interpolation=options.interpolation,
+            workers=options.workers,
+        )
+
+
+def evaluation_images(options: DataOptions) -> EvaluationImages | None:
+    """None if the command was given none."""
+    return EvaluationImages(options) if options.data else None
+
+
+def _needs(model: Any) -> dict[str, Any]:
+    """What batches depend on."""
+    return data_config(model) | {"classes": int(model.num_classes)}
+
+
+def _demo_batches(model: Any) -> DataLoader:
+    images, labels = zoo.test_images()
+    if model.num_classes != 10 or data_config(model)["input_size"] != (3, 32, 32):
+        raise DataError(f"{DEMO_DATA} is for the embedded CIFAR-10 models; give --data DIR for {type(model).__name__}")
+    return DataLoader(TensorImages(images, labels, model), batch_size=100)
+
+
+def accuracy_of_run(
+    chosen: ModelOptions, batches: EvaluationImages, device: torch.device, progress: Progress
+) -> tuple[Accuracy, str]:
+    """All models of a run; and what it was calibrated on, if that was real images."""
+    if given := resolve.first_given(chosen):
+        raise ModelError(f"{chosen.model} is a run and knows its model: {given} is for a model's name")
+    opened = resolve.opened_run(chosen.model, chosen.checkpoint)
+    return compare(opened, batches, device=device, progress=progress), opened.recipe.caveat
+
+
+def accuracy_of_model(
+    chosen: ModelOptions, batches: EvaluationImages, device: torch.device, progress: Progress
+) -> tuple[Accuracy, str]:
+    """A saved model, or one of full precision; and what it was calibrated on, if that was real images."""
+    is_saved = is_pretrained(chosen.model)
+    model: Any = resolve.quantized_model(chosen) if is_saved else resolve.model_of(chosen)
+    caveat = caveat_of(model.maskaq_config) if is_saved else ""
+    loader = batches(model)
+    progress.stage(f"evaluate {chosen.model}", len(loader.dataset))  # type: ignore[arg-type]
+    row = CALIBRATED if is_saved else FULL_PRECISION
+    return {row: evaluate(model.to(device), loader, progress)}, caveat
+
+
+def title(what: str, data: str | None, caveat: str = "") -> str:
+    """Of a table: what was evaluated, on which images, and what it was calibrated on if that was real images."""
+    return f"{what} on {data}{calibrated_on(caveat)}"
+
+
+def calibrated_on(caveat: str) -> str:
+    return f"\ncalibrated on {caveat}" if caveat else ""

@@ -1,0 +1,104 @@
+"""`maskaq inspect`."""
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from maskaq.cli import arguments as options
+from maskaq.cli.arguments import Invocation, ModelOptions, RecipeOptions
+from maskaq.errors import RecipeError
+
+if TYPE_CHECKING:
+    from maskaq.quant.inspection import Inspection
+    from maskaq.shapes import Geometry
+
+SUMMARY = "what would be quantized, or is in a run or saved model, layer by layer, with sizes (fetches no weights)"
+RESUMABLE = False
+_RECIPE = "quick"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: ModelOptions
+    recipe: RecipeOptions
+
+
+@dataclass(frozen=True)
+class _Inspected:
+    layers: "Inspection"
+    facts: "Geometry"
+    title: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    options.add_recipe(parser, _RECIPE)
+
+
+def run(arguments: Arguments, invocation: Invocation) -> None:
+    from maskaq.artifact.saved import is_pretrained  # they bring torch and timm
+    from maskaq.cli.console import preparation
+    from maskaq.cli.resolve import is_run
+
+    name, console = arguments.model.model, invocation.console
+    is_quantized = is_run(name) or is_pretrained(name)
+    found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
+    console.print(_table(found))
+    console.print(f"{found.facts.classes} classes, {preparation(found.facts)}")
+    before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
+    smaller = f"{before / after:.1f} x smaller"
+    console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
+
+
+def _of_quantized(arguments: Arguments) -> _Inspected:
+    """What is in a run or a saved model."""
+    from maskaq.artifact.card import caveat_of
+    from maskaq.cli import resolve
+    from maskaq.cli.evaluation import calibrated_on
+    from maskaq.models import geometry
+    from maskaq.quant.inspection import inspect_deployed
+
+    name, recipe = arguments.model.model, arguments.recipe
+    values = {"--bits": recipe.bits, "--set": recipe.set, "--recipe": recipe.recipe}
+    given = [option for option, value in values.items() if value or value == ""]
+    if given:
+        what = "run" if resolve.is_run(name) else "saved model"
+        raise RecipeError(f"{name} is a {what} and has its bits: {given[0]} is for a model's name")
+    model: Any = resolve.quantized_model(arguments.model)
+    title = f"{name}{calibrated_on(caveat_of(model.maskaq_config))}"
+    return _Inspected(inspect_deployed(model), geometry(model), title)
+
+
+def _of_name(arguments: Arguments, console: Console) -> _Inspected:
+    """What would be quantized of a full-precision model."""
+    from maskaq.cli import resolve
+    from maskaq.cli.console import progress_for
+    from maskaq.models import expose, geometry
+    from maskaq.quant.inspection import inspect_model
+    from maskaq.runs.quantize import make_plan
+
+    name, recipe = arguments.model.model, resolve.recipe_of(arguments.recipe, _RECIPE)
+    model = resolve.full_precision(arguments.model, resolve.shape_of)
+    exposed = expose(model)
+    if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):
+        raise RecipeError(
+            f"{recipe.quantization.bits}: widths are chosen by measuring the weights, which {name} does not "
+            "have here: give them with --checkpoint, or inspect a finished run"
+        )
+    with progress_for(console) as progress:
+        plan = make_plan(exposed, recipe, progress=progress)
+    return _Inspected(inspect_model(model, recipe, plan), geometry(exposed), f"{name} {recipe.quantization.bits}")
+
+
+def _table(found: _Inspected) -> Table:
+    table = Table(title=found.title, title_justify="left")
+    left = ("layer", "kind", "quantizers")
+    for column in ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", "fp32 kB", "quantized kB"):
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in found.layers.rows:
+        size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
+        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
+    return table

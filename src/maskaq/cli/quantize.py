@@ -1,0 +1,76 @@
+"""`maskaq quantize`."""
+
+import argparse
+from dataclasses import dataclass
+
+from maskaq.cli import arguments as options
+from maskaq.cli import converters
+from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions, RecipeOptions
+
+SUMMARY = "a model in, a quantized model out: all stages"
+RESUMABLE = True
+_RECIPE = "quick"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: ModelOptions
+    recipe: RecipeOptions
+    data: DataOptions
+    out: str | None
+    seed: int
+    device: str | None
+    plain: bool
+    keep: str
+    no_report: bool
+    only_images: bool = False
+    """Of `synthesize`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_images_arguments(parser)
+    options.add_end(parser)
+    options.add_data(parser)
+
+
+def add_images_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that decide on the synthetic images."""
+    options.add_model(parser)
+    options.add_recipe(parser, _RECIPE)
+    parser.add_argument("--out", type=converters.path, metavar="DIR", help="run folder (default: runs/MODEL-BITS)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    options.add_device(parser)
+    options.add_plain(parser)
+
+
+def run(arguments: Arguments, invocation: Invocation) -> None:
+    from maskaq.cli import resolve, running  # they bring torch and timm
+    from maskaq.models.load import architecture_of
+
+    recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
+    chosen, model_args = arguments.model, resolve.timm_args(arguments.model)
+    model = resolve.full_precision(chosen)
+    source = {
+        "name": chosen.model,
+        "args": model_args,
+        "checkpoint": resolve.absolute(chosen.checkpoint) if chosen.checkpoint else None,
+        "mean": chosen.mean,
+        "std": chosen.std,
+        "architecture": architecture_of(model, chosen.model, model_args),
+        "command": invocation.command_line,
+    }
+    request = running.Request(
+        name=chosen.model,
+        model=model,
+        source=source,
+        recipe=recipe,
+        out=arguments.out or f"runs/{chosen.model}-{recipe.quantization.bits.replace(':', '-')}",
+        seed=arguments.seed,
+        keep=arguments.keep,
+        report=not arguments.no_report,
+        device=arguments.device,
+        plain=arguments.plain,
+        data=arguments.data,
+        only_images=arguments.only_images,
+    )
+    running.carry_out(request, invocation.console)

@@ -1,0 +1,115 @@
+"""A run as `quantize`, `synthesize`, `calibrate` and `demo` show it: plan, progress, accuracy, summary."""
+
+import shlex
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from maskaq.cli import console as draw
+from maskaq.cli.arguments import DataOptions
+from maskaq.cli.evaluation import Accuracy, EvaluationImages, evaluation_images, title
+from maskaq.cli.report import report_of_run
+from maskaq.models import expose, geometry, refuse_zero_weights
+from maskaq.progress import Progress
+from maskaq.recipe.schema import Recipe
+from maskaq.runs import opened as results
+from maskaq.runs import provenance
+from maskaq.runs import quantize as run
+from maskaq.storage import runfolder
+from maskaq.storage.runfolder import RunFolder
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command asks of a run."""
+
+    name: str
+    model: nn.Module
+    source: dict[str, Any]
+    """What the model is, as `maskaq.runs.quantize.quantize` writes it down."""
+    recipe: Recipe
+    out: str
+    seed: int
+    keep: str
+    report: bool
+    device: str | None
+    plain: bool
+    data: DataOptions
+    only_images: bool = False
+
+
+def carry_out(request: Request, console: Console) -> None:
+    """Plan, run, evaluate, summary."""
+    began = time.monotonic()
+    request = replace(request, out=str(Path(request.out)))  # without a trailing slash
+    device = provenance.pick_device(request.device)
+    batches = evaluation_images(request.data)
+    if batches:
+        batches(request.model)  # a wrong folder is told now, not after the work
+    teacher = _checked_teacher(request)
+    console.print(
+        draw.plan_table(request.name, request.model, geometry(teacher), request.recipe, str(device), request.out)
+    )
+    with draw.progress_for(console) as progress:
+        _quantize(request, device, progress)
+        table = _compare(request, teacher, batches, device, progress) if batches else None
+    console.print()
+    if request.only_images:
+        console.print(f"images are in {request.out}; go on with: maskaq calibrate {shlex.quote(request.out)}")
+        return
+    if table:
+        _show_accuracy(request, table, console)
+    took = draw.duration(time.monotonic() - began)
+    console.print(f"quantized model: {request.out}/{runfolder.QUANTIZED}   ({took})")
+    if request.report:
+        report_of_run(request.out, console, device)
+    if not table:
+        console.print(f"evaluate it with: maskaq evaluate {shlex.quote(request.out)} --data DIR")
+
+
+def _checked_teacher(request: Request) -> nn.Module:
+    """The model in the common form; what the run would refuse is told before its plan is shown."""
+    teacher = expose(request.model)
+    refuse_zero_weights(teacher)
+    RunFolder.check(request.out, run.identity(request.model, request.recipe, request.seed), run.DEFAULTS)
+    run.check_folder(request.recipe, request.out)
+    return teacher
+
+
+def _quantize(request: Request, device: torch.device, progress: Progress) -> None:
+    run.quantize(
+        request.model,
+        request.recipe,
+        request.out,
+        seed=request.seed,
+        device=device,
+        progress=progress,
+        source=request.source,
+        only_images=request.only_images,
+        forecast=True,
+        fast=False if request.plain else None,
+        keep=request.keep,
+        report=request.report,
+    )
+
+
+def _compare(
+    request: Request, teacher: nn.Module, batches: EvaluationImages, device: torch.device, progress: Progress
+) -> Accuracy:
+    # The teacher is at hand, and found to be the run's: its file may be elsewhere than when the run was finished.
+    opened = replace(results.open_run(request.out), known_teacher=teacher)
+    return results.compare(opened, batches, device=device, progress=progress)
+
+
+def _show_accuracy(request: Request, table: Accuracy, console: Console) -> None:
+    data = request.data.data
+    assert data is not None
+    what = f"{request.name} {request.recipe.quantization.bits}"
+    console.print(draw.accuracy_table(table, title(what, data, request.recipe.caveat)))
+    console.print(draw.what_was_won_back(table))
+    results.write_metrics(request.out, table, data)

@@ -522,7 +522,7 @@ def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be()
 )
 def test_a_share_is_only_told_of_a_loss_that_can_be_measured(top1, words):
     full, nearest, ours = (EvalResult(top1=value, top5=100.0, n=1000) for value in top1)
-    sentence = draw.what_was_won_back({"full precision": full, "round to nearest": nearest, "maskaq": ours})
+    sentence = draw.what_was_recovered({"full precision": full, "round to nearest": nearest, "maskaq": ours})
     assert words in sentence and ("%" in sentence) == ("wins back" in words)
 
 
@@ -842,7 +842,7 @@ INTERRUPTS = {
     "in synthesis": ("maskaq.images.synthesis:Synthesizer._view", 10),  # six are the forecast's
     "in calibration": ("maskaq.calibrate.calibrator:Calibrator._step", 3),
     "before a checkpoint": ("maskaq.storage.runfolder:RunFolder.save_checkpoint", 1),
-    "before the model is saved": ("maskaq.runs.quantize:_save_model", 1),
+    "before the model is saved": ("maskaq.runs.finish:save_model", 1),
 }
 
 

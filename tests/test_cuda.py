@@ -13,10 +13,10 @@ from helpers import Ears, hook, small_recipe
 from maskaq import load_model, quantize
 from maskaq.calibrate.calibrator import Calibrator
 from maskaq.engine import PLAIN, pick_engine
+from maskaq.images.stored import noise
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.runs.quantize import noise
 from maskaq.storage.runfolder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason="make test-gpu runs it, on a CUDA GPU")

@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from maskaq.errors import DataError, RangeError
-from maskaq.images.sets import SyntheticSet, TensorImages, balanced_labels, image_folder, to_bytes, to_pixels
+from maskaq.images.sets import SyntheticSet, TensorImages, image_folder, to_bytes, to_pixels
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Quantization
-from maskaq.tasks.classification import EvalResult, evaluate
+from maskaq.tasks import TASKS, evaluate
+from maskaq.tasks.classification import EvalResult
 
 
 @pytest.fixture(autouse=True)
@@ -308,9 +309,9 @@ def test_every_byte_survives_the_way_to_pixels_and_back():
 
 
 def test_labels_are_balanced_over_the_classes():
-    labels = balanced_labels(torch.arange(25), 10)
+    labels = TASKS["classification"].targets(torch.arange(25), 10)
     assert labels.bincount().tolist() == [3] * 5 + [2] * 5
-    assert balanced_labels(torch.tensor([7, 17]), 10).tolist() == [7, 7]  # the number alone decides
+    assert TASKS["classification"].targets(torch.tensor([7, 17]), 10).tolist() == [7, 7]  # the number alone decides
 
 
 def test_a_synthetic_set_is_cut_joined_and_stored_as_one():

@@ -633,7 +633,7 @@ def synthesis_view(**changes: Any) -> SynthesisView:
     values: dict[str, Any] = {
         "images": draw(3, 2, 4, 4),
         "labels": torch.tensor([1, 0, 2]),
-        "logits": draw(3, 5, seed=3),
+        "outputs": {"logits": draw(3, 5, seed=3)},
         "layers": mixed_layers(),
         "maps": raw_maps(),
         "attention": attentions(raw_maps()),
@@ -647,8 +647,8 @@ def calibration_view(**changes: Any) -> CalibrationView:
     heads = [draw(3, 2, 8, 4), draw(3, 2, 8, 4, seed=1), draw(6, 3, 4, 4, seed=2)]
     values: dict[str, Any] = {
         "layers": mixed_layers(),
-        "logits": draw(3, 5, seed=3),
-        "student_logits": draw(3, 5, seed=4),
+        "outputs": {"logits": draw(3, 5, seed=3)},
+        "student_outputs": {"logits": draw(3, 5, seed=4)},
         "heads": heads,
         "student_heads": [x + 0.3 * draw(*x.shape, seed=9) for x in heads],
         "blocks": [draw(3, 8, 6), draw(3, 4, 2, 6, seed=1)],
@@ -777,7 +777,7 @@ def test_block_error_is_the_mean_over_blocks_and_logit_kl_uses_the_views_tempera
 @pytest.mark.parametrize("name", ["logit_kl", "head_structure", "head_cosine", "head_mse", "block_error"])
 def test_every_calibration_term_is_zero_for_a_student_equal_to_its_teacher(name):
     view = calibration_view()
-    same = calibration_view(student_logits=view.logits, student_heads=view.heads, student_blocks=view.blocks)
+    same = calibration_view(student_outputs=view.outputs, student_heads=view.heads, student_blocks=view.blocks)
     near(value_of(name, same), [0, 0, 0])
 
 

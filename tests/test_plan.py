@@ -23,6 +23,7 @@ import maskaq
 from maskaq.artifact.export import export
 from maskaq.cli.main import main
 from maskaq.errors import MaskaqError, RecipeError
+from maskaq.images.stored import noise
 from maskaq.models import expose
 from maskaq.quant import mixed
 from maskaq.quant.kinds import layers
@@ -30,7 +31,8 @@ from maskaq.quant.plan import QuantPlan, build_plan, plan_of
 from maskaq.quant.twin import deploy, init_ranges_, quantized_twin
 from maskaq.recipe.schema import Quantization, Rule, load_recipe, to_toml
 from maskaq.runs import opened as results
-from maskaq.runs.quantize import make_plan, noise, quantize
+from maskaq.runs.plans import make_plan
+from maskaq.runs.quantize import quantize
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 
 MODELS = {"vit": (tiny_vit, VIT, VIT_ARGS), "swin": (tiny_swin, SWIN, SWIN_ARGS)}

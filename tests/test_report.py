@@ -33,7 +33,7 @@ from maskaq.runs import opened as results
 from maskaq.runs import quantize as run
 from maskaq.storage import files, runfolder
 from maskaq.storage.runfolder import RunFolder
-from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
 
 quantize = partial(run.quantize, device="cpu")
 FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}

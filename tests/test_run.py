@@ -61,7 +61,7 @@ from maskaq.errors import (
     SynthesisError,
 )
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.stored import state_digest
+from maskaq.images.stored import range_images, state_digest
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.models.load import architecture_of, load_model
@@ -70,11 +70,12 @@ from maskaq.quant.quantizers import QUANTIZERS, Static
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import load_recipe, to_toml
 from maskaq.runs import opened as results
+from maskaq.runs.arguments import identity
 from maskaq.runs.provenance import pick_device
-from maskaq.runs.quantize import identity, quantize, range_images
+from maskaq.runs.quantize import quantize
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
-from maskaq.tasks.classification import CALIBRATED, EvalResult
+from maskaq.tasks import CALIBRATED, EvalResult
 
 quantize = partial(quantize, device="cpu")
 
@@ -116,7 +117,7 @@ MOMENTS = {
     "between shards of the refresh": ("maskaq.storage.runfolder:RunFolder.write_shard", 3, True),
     "in the first epoch after the refresh": ("maskaq.calibrate.calibrator:Calibrator._step", 6, False),
     "in the last epoch": ("maskaq.calibrate.calibrator:Calibrator._step", 8, True),
-    "right before the final save": ("maskaq.runs.quantize:_save_model", 1, False),
+    "right before the final save": ("maskaq.runs.finish:save_model", 1, False),
 }
 
 KINDS = cycle(RUNS.values())  # in turn
@@ -367,7 +368,7 @@ STAGES = {  # where a run was killed, and the round whose shard is damaged then
     "between the refresh's shards": ("maskaq.storage.runfolder:RunFolder.write_shard", 4, 0),
     "in the second round's calibration": ("maskaq.calibrate.calibrator:Calibrator.epoch", 4, 1),
     "in it, in a shard the refresh started from": ("maskaq.calibrate.calibrator:Calibrator.epoch", 4, 0),
-    "right before the final save": ("maskaq.runs.quantize:_save_model", 1, 0),
+    "right before the final save": ("maskaq.runs.finish:save_model", 1, 0),
 }
 
 LOSSES = {f"{what}, {when}": (*STAGES[when], DAMAGE[what]) for when in STAGES for what in DAMAGE}
@@ -451,7 +452,7 @@ def test_a_finished_run_is_finished_without_its_checkpoints_too(tmp_path, straig
 def test_the_students_that_rounds_began_with_are_kept_until_the_run_ends(tmp_path):
     recipe, out = small_recipe(*WARM, "refresh.every=1"), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        hook(patch.setattr, "maskaq.runs.quantize:_save_model", 1, interrupt)
+        hook(patch.setattr, "maskaq.runs.finish:save_model", 1, interrupt)
         quantize(tiny_vit(), recipe, out)
     assert list(RunFolder.read(out).checkpoints()) == [1, 2, 3, 4]
     quantize(tiny_vit(), recipe, out)
@@ -535,7 +536,7 @@ class Strict(Progress):
 
 
 @pytest.mark.parametrize("round", mostly_slow([0, 1], 1))
-@pytest.mark.parametrize("where", ["maskaq.calibrate.calibrator:Calibrator.epoch", "maskaq.runs.quantize:_save_model"])
+@pytest.mark.parametrize("where", ["maskaq.calibrate.calibrator:Calibrator.epoch", "maskaq.runs.finish:save_model"])
 def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, round, where):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -554,7 +555,7 @@ def test_a_run_of_a_version_without_some_setting_goes_on_with_its_default(tmp_pa
 
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("maskaq.runs.quantize.identity", older)
+        patch.setattr("maskaq.runs.arguments.identity", older)
         hook(patch.setattr, "maskaq.calibrate.calibrator:Calibrator.epoch", 3, interrupt)
         quantize(tiny_vit(), recipe, out)
     quantize(tiny_vit(), recipe, out)

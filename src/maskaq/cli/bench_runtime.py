@@ -59,7 +59,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     architecture = _shared_architecture(names)
     if threads > _MOST_THREADS * (os.cpu_count() or 1):
         raise DeviceError(f"--threads {threads}: expected about as many as there are cores, {os.cpu_count()}")
-    model = rebuild(architecture)
+    model: Any = rebuild(architecture)
+    model.num_classes = runtimes.metadata_of(names[0]).get("classes", model.num_classes)  # 0: it gives features
     batches = evaluation_images(arguments.data)
     loader = batches(model) if batches else None
     with tempfile.TemporaryDirectory() as folder, draw.progress_for(console) as progress:

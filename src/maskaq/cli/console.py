@@ -24,15 +24,7 @@ from maskaq.bench import Timing
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
-from maskaq.tasks.classification import (
-    CALIBRATED,
-    FULL_PRECISION,
-    NEAREST,
-    SEARCHED,
-    EvalResult,
-    lost_to_rounding,
-    won_back,
-)
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, PTQ, RTN, TASKS, Evaluation, Task, lost_to_rounding, recovered
 
 if TYPE_CHECKING:  # their packages are an extra
     from maskaq.artifact.export.runtimes import Products, Speed
@@ -154,7 +146,8 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("model", f"{name}, {parameters:.2f} M parameters, {facts.classes} classes")
+    gives = f"{facts.classes} classes" if facts.classes else "no classifier: its features are matched"
+    table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
     table.add_row("input", preparation(facts))
     table.add_row(
         "bits",
@@ -180,37 +173,44 @@ def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, dev
     return table
 
 
-def accuracy_table(rows: dict[str, EvalResult | str], title: str) -> Table:
+def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
+    """A row for each model: what its task measures."""
+    columns = _task(rows).columns
     table = Table(title=title, title_justify="left")
-    for column in ("model", "top-1 %", "± s.e.", "top-5 %", "n"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    table.add_column("model", justify="left")
+    for column in columns.values():
+        table.add_column(column.title, justify="right")
     for name, row in rows.items():
-        if isinstance(row, str):
-            table.add_row(name, "-", "-", "-", row)
-        else:
-            table.add_row(name, f"{row.top1:.2f}", f"{row.standard_error:.2f}", f"{row.top5:.2f}", str(row.n))
+        missing = ["-"] * (len(columns) - 1)
+        table.add_row(name, *((*missing, row) if isinstance(row, str) else _task(rows).cells(row.to_dict())))
     return table
 
 
-def what_was_won_back(rows: dict[str, EvalResult | str]) -> str:
+def _task(rows: dict[str, Evaluation | str]) -> Task:
+    """Of the models in a table."""
+    return TASKS[next((row.task for row in rows.values() if not isinstance(row, str)), "classification")]
+
+
+def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
     """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
-    full, nearest, ours = rows[FULL_PRECISION], rows[NEAREST], rows[CALIBRATED]
-    if isinstance(full, str) or isinstance(nearest, str) or isinstance(ours, str):
+    full, rtn, ours = rows[FULL_PRECISION], rows[RTN], rows[CALIBRATED]
+    if isinstance(full, str) or isinstance(rtn, str) or isinstance(ours, str):
         return ""
-    (lost, noise), share = lost_to_rounding(full, nearest), won_back(full, nearest, ours)
+    unit, decimals = _task(rows).loss_name, 1 if full.task == "classification" else 4
+    (lost, noise), share = lost_to_rounding(full, rtn), recovered(full, rtn, ours)
     if share is None:
         return (
-            f"round to nearest costs nothing measurable on {full.n} images: {lost:.1f} points of top-1, "
-            f"with a standard error of {noise:.1f}"
+            f"round to nearest costs nothing measurable on {full.n} images: {lost:.{decimals}f} {unit}, "
+            f"with a standard error of {noise:.{decimals}f}"
         )
     if share < 0:
         outcome = "maskaq is worse still: calibrate for longer"
     else:
-        start = rows.get(SEARCHED)
-        outcome = f"maskaq wins back {100 * share:.0f} % of them"
-        if isinstance(start, EvalResult):
-            outcome += f", its start by searched ranges alone {100 * (start.top1 - nearest.top1) / lost:.0f} %"
-    return f"round to nearest loses {lost:.1f} points of top-1; {outcome}"
+        start = rows.get(PTQ)
+        outcome = f"maskaq recovers {100 * share:.0f} % of that"
+        if start is not None and not isinstance(start, str):
+            outcome += f", its start by searched ranges alone {100 * (start.headline - rtn.headline) / lost:.0f} %"
+    return f"round to nearest loses {lost:.{decimals}f} {unit}; {outcome}"
 
 
 def bench_table(timings: Iterable[Timing], device: str) -> Table:
@@ -241,13 +241,13 @@ def verification(found: "Verification", runtime: str, products: "Products") -> I
         )
     same = round(found.agreement * found.images)
     yield (
-        f"from the same codes logits differ by {found.logits:.0e}; each with its own codes, file and model name the "
-        f"same class on {same} of {found.images} images (correlation of logits {found.correlation:.4f})"
+        f"from the same codes outputs differ by {found.logits:.0e}; each with its own codes, file and model agree on "
+        f"{same} of {found.images} images (correlation of outputs {found.correlation:.4f})"
     )
     if same < found.images:
         yield (
             "this is expected: the last bit of a float can turn a rounding, and in a low-bit model one turned rounding "
-            "can change the class; what the file has to get right are the codes and the logits from the same codes"
+            "can change the class; what the file has to get right are the codes and the outputs from the same codes"
         )
     yield f"{runtime} computes {products}"
 

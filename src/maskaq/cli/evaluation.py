@@ -15,9 +15,9 @@ from maskaq.images.sets import TensorImages, image_folder
 from maskaq.models import data_config
 from maskaq.progress import Progress
 from maskaq.runs.opened import compare
-from maskaq.tasks.classification import CALIBRATED, FULL_PRECISION, EvalResult, evaluate
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, Evaluation, evaluate
 
-Accuracy = dict[str, EvalResult | str]
+Accuracy = dict[str, Evaluation | str]
 """A row for each model, or why there is none."""
 
 
@@ -88,7 +88,8 @@ def accuracy_of_model(
     loader = batches(model)
     progress.stage(f"evaluate {chosen.model}", len(loader.dataset))  # type: ignore[arg-type]
     row = CALIBRATED if is_saved else FULL_PRECISION
-    return {row: evaluate(model.to(device), loader, progress)}, caveat
+    found = evaluate(model.to(device), loader, progress)
+    return {row: found if is_saved else found.as_full()}, caveat
 
 
 def title(what: str, data: str | None, caveat: str = "") -> str:

@@ -47,7 +47,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
-    console.print(f"{found.facts.classes} classes, {preparation(found.facts)}")
+    gives = f"{found.facts.classes} classes" if found.facts.classes else "no classifier (task: features)"
+    console.print(f"{gives}, {preparation(found.facts)}")
     before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
@@ -78,7 +79,7 @@ def _of_name(arguments: Arguments, console: Console) -> _Inspected:
     from maskaq.cli.console import progress_for
     from maskaq.models import expose, geometry
     from maskaq.quant.inspection import inspect_model
-    from maskaq.runs.quantize import make_plan
+    from maskaq.runs.plans import make_plan
 
     name, recipe = arguments.model.model, resolve.recipe_of(arguments.recipe, _RECIPE)
     model = resolve.full_precision(arguments.model, resolve.shape_of)

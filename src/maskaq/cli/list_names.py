@@ -48,19 +48,15 @@ def _models(pattern: str) -> Iterator[str]:
 
 
 def _weights_of(name: str) -> str:
-    """The tags of timm's weights of an architecture, as NAME.TAG takes them, and what to do where they are no help."""
-    from maskaq.models import classifier_tags, has_classifier, pretrained_tags
+    """The tags of timm's weights of an architecture, as NAME.TAG takes them, by what the model is for."""
+    from maskaq.models import classifier_tags, pretrained_tags
 
     tags, usable = pretrained_tags(name), classifier_tags(name)
     headless = [tag for tag in tags if tag not in usable]
-    groups = [", ".join(usable)] if usable else []
-    groups += [f"without classifier: {', '.join(headless)}"] if headless else []
     if not tags:
         return "(timm has no weights: give --checkpoint)"
-    if not usable:
-        groups.append("(give --checkpoint with a classifier)")
-    elif not has_classifier(name):
-        groups.append(f"(the name alone has no classifier: take {name}.{usable[0]})")
+    groups = [", ".join(usable)] if usable else []
+    groups += [f"features: {', '.join(headless)}"] if headless else []
     return "  ".join(groups)
 
 

@@ -13,13 +13,13 @@ from maskaq.artifact.saved import from_pretrained, is_pretrained
 from maskaq.cli.arguments import ModelOptions, RecipeOptions
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.images.sets import to_pixels
+from maskaq.images.stored import noise
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
 from maskaq.models import geometry
 from maskaq.models.load import load_model, load_shape
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.opened import OpenedRun, handed_over_model, open_run
-from maskaq.runs.quantize import noise
 
 
 def recipe_of(options: RecipeOptions, default: str) -> Recipe:

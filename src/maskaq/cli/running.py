@@ -20,6 +20,8 @@ from maskaq.recipe.schema import Recipe
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
 from maskaq.runs import quantize as run
+from maskaq.runs.arguments import identity
+from maskaq.runs.finish import DEFAULTS
 from maskaq.storage import runfolder
 from maskaq.storage.runfolder import RunFolder
 
@@ -76,7 +78,7 @@ def _checked_teacher(request: Request) -> nn.Module:
     """The model in the common form; what the run would refuse is told before its plan is shown."""
     teacher = expose(request.model)
     refuse_zero_weights(teacher)
-    RunFolder.check(request.out, run.identity(request.model, request.recipe, request.seed), run.DEFAULTS)
+    RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), DEFAULTS)
     run.check_folder(request.recipe, request.out)
     return teacher
 
@@ -111,5 +113,5 @@ def _show_accuracy(request: Request, table: Accuracy, console: Console) -> None:
     assert data is not None
     what = f"{request.name} {request.recipe.quantization.bits}"
     console.print(draw.accuracy_table(table, title(what, data, request.recipe.caveat)))
-    console.print(draw.what_was_won_back(table))
+    console.print(draw.what_was_recovered(table))
     results.write_metrics(request.out, table, data)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from maskaq import randomness
 from maskaq.errors import RunFolderError, SynthesisError
-from maskaq.images.sets import SyntheticSet
+from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.source import ImageSource
 from maskaq.models import geometry
 from maskaq.quant.plan import QuantPlan

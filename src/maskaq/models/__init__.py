@@ -176,8 +176,8 @@ def _heads(model: nn.Module, task: str) -> tuple[str, ...]:
     )
     if not model.global_pool:
         raise ModelError(
-            f"this {type(model).__name__} has no pooling (global_pool is ''), so it has no output for an image as a "
-            f"whole: expected {'a classifier' if task == 'classification' else 'features'} after pooling. {_supported()}"
+            f"this {type(model).__name__} has no pooling (global_pool is ''): expected one output for each image, "
+            f"{'logits' if task == 'classification' else 'features'}. {_supported()}"
         )
     return heads
 

@@ -558,7 +558,7 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     _fill(model, state, name, path, resizable)
     if "num_classes" not in args and (tag := _tower_tag(name, int(model.num_classes))):  # type: ignore[arg-type]
         record: Any = model.pretrained_cfg
-        model.pretrained_cfg = model.default_cfg = {**record, "tag": tag}  # an image tower of CLIP, as `task_name` sees
+        model.pretrained_cfg = model.default_cfg = {**record, "tag": tag}  # type: ignore[assignment]  # an image tower of CLIP, as `task_name` sees
     return model
 
 

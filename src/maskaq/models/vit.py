@@ -51,13 +51,20 @@ class ExposedAttentionPool(AttentionProducts):
     A learned query attends to all tokens. It has no map over patches and is no layer of the method's losses.
     """
 
-    def __init__(self, pool: AttentionPoolLatent) -> None:
+    def __init__(self, pool: Any) -> None:
         super().__init__()
         self.num_heads: int = pool.num_heads
         self.scale = pool.scale
         self.pool: str = pool.pool
-        for name in ("pos_embed", "latent", "q", "kv", "q_norm", "k_norm", "proj", "norm", "mlp"):
-            setattr(self, name, getattr(pool, name))
+        self.pos_embed = pool.pos_embed
+        self.latent = pool.latent
+        self.q = pool.q
+        self.kv = pool.kv
+        self.q_norm = pool.q_norm
+        self.k_norm = pool.k_norm
+        self.proj = pool.proj
+        self.norm = pool.norm
+        self.mlp = pool.mlp
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if self.pos_embed is not None:

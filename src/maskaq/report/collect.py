@@ -416,8 +416,8 @@ def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts
     """
     known = labels.cpu() if (labels >= 0).all() else None
     regions = teacher.received["probs"][-1]
-    predictions = (seen.outputs.softmax(dim=1) for seen in (teacher, student))
-    found = information_report(*predictions, known, regions.float().cpu())
+    p, q = (seen.outputs.softmax(dim=1) for seen in (teacher, student))
+    found = information_report(p, q, known, regions.float().cpu())
     return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
 
 

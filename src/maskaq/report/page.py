@@ -138,11 +138,11 @@ def lead(record: Record) -> str:
 def _recovered(record: Record) -> float | None:
     """Share of what rounding to nearest loses that maskaq recovers."""
     rows, headline = record.accuracy, record.task.headline
-    figures = [rows.get(name, {}).get(headline) for name in (FULL_PRECISION, RTN, CALIBRATED)]
-    if None in figures:
+    full, rtn, ours = (rows.get(name, {}).get(headline) for name in (FULL_PRECISION, RTN, CALIBRATED))
+    if full is None or rtn is None or ours is None:
         return None
-    errors = [rows[name]["standard_error"] or 0.0 for name in (FULL_PRECISION, RTN)]
-    return share_recovered(*figures, noise=math.hypot(*errors))
+    noise = math.hypot(*(rows[name]["standard_error"] or 0.0 for name in (FULL_PRECISION, RTN)))
+    return share_recovered(full, rtn, ours, noise)
 
 
 def worst(record: Record, count: int = 10) -> list[dict[str, Any]]:

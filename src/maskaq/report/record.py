@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,8 +127,8 @@ class Record:
         told = _object(_object(self._saved.get("made")).get("handover"))
         try:
             names = {field.name for field in fields(Handover)} - {"seconds", "distance"}
-            distance = {"distance": str(told["distance"])} if "distance" in told else {}
-            found = Handover(**{name: told[name] for name in names}, seconds=0.0, **distance)
+            found = Handover(**{name: told[name] for name in names}, seconds=0.0)
+            found = replace(found, distance=str(told.get("distance", found.distance)))
             return f"{found}. {WHICH[found.kept]}" if found.end_is_worse else ""
         except (KeyError, TypeError, ValueError):  # none, or not as a run writes it
             return ""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from maskaq.tasks.task import Batches, Column, Task
 class EvalResult:
     """Top-1 and top-5 accuracy in percent, over n images."""
 
+    task: ClassVar[str] = "classification"
     top1: float
     top5: float
     n: int
@@ -44,13 +45,14 @@ class Classification(Task):
 
     name = "classification"
     output = "logits"
-    columns = {
+    columns: ClassVar[Mapping[str, Column]] = {
         "top1": Column("top-1 %"),
         "standard_error": Column("± s.e."),
         "top5": Column("top-5 %"),
         "n": Column("n", "d"),
     }
     distance_name = "KL to the full-precision model"
+    loss_name = "points of top-1"
     agreement_name = "same class as the full-precision model"
 
     def targets(self, indices: Tensor, classes: int) -> Tensor:

@@ -6,7 +6,7 @@ For models without a classifier: DINOv2, the image towers of CLIP and SigLIP, an
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ _IN_PLACE_OF: dict[str, str | None] = {
 class FeatureResult:
     """Similarity to the full-precision model's features, and accuracy of their nearest neighbours, over n images."""
 
+    task: ClassVar[str] = "features"
     cosine: float | None
     """Mean cosine similarity to the features of the full-precision model; None where that is not at hand."""
     knn: float | None
@@ -68,13 +69,14 @@ class Features(Task):
 
     name = "features"
     output = "features"
-    columns = {
+    columns: ClassVar[Mapping[str, Column]] = {
         "cosine": Column("cosine to full precision", ".4f"),
         "standard_error": Column("± s.e.", ".4f"),
         "knn": Column("k-NN top-1 %"),
         "n": Column("n", "d"),
     }
     distance_name = "1 - cosine similarity to the full-precision model"
+    loss_name = "of the cosine similarity"
     agreement_name = "cosine similarity to the full-precision model"
 
     def targets(self, indices: Tensor, classes: int) -> Tensor:

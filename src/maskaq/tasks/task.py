@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -16,7 +16,11 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 class Evaluation(Protocol):
     """How good a model is on n images."""
 
-    n: int
+    task: ClassVar[str]
+    """The name of its task."""
+
+    @property
+    def n(self) -> int: ...
 
     @property
     def headline(self) -> float:
@@ -50,12 +54,14 @@ class Task(ABC):
     name: str
     output: str
     """What the model's one output is called: loss terms read it by this name."""
-    columns: Mapping[str, Column]
+    columns: ClassVar[Mapping[str, Column]]
     """Figures of an evaluation -> how tables show them. The first is the headline, the last the number of images."""
     distance_name: str
     """What `distance` measures, in words."""
     agreement_name: str
     """What `agreement` measures, in words."""
+    loss_name: str
+    """What is lost of the headline figure, in words: points of top-1."""
 
     @property
     def headline(self) -> str:

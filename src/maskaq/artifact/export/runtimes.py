@@ -94,7 +94,7 @@ def runnable(file: str | Path, threads: int = 0) -> nn.Module:
         model = OpenvinoModel(file, threads)
     else:
         model = OnnxModel(file, threads)
-    model.num_classes = metadata_of(file).get("classes")  # which tells its task
+    model.num_classes = metadata_of(file).get("classes")  # type: ignore[assignment]  # tells its task
     return model
 
 

@@ -20,8 +20,7 @@ from maskaq.recipe.schema import Recipe
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
 from maskaq.runs import quantize as run
-from maskaq.runs.arguments import identity
-from maskaq.runs.finish import DEFAULTS
+from maskaq.runs.arguments import identity, up_to_date_identity
 from maskaq.storage import runfolder
 from maskaq.storage.runfolder import RunFolder
 
@@ -78,7 +77,7 @@ def _checked_teacher(request: Request) -> nn.Module:
     """The model in the common form; what the run would refuse is told before its plan is shown."""
     teacher = expose(request.model)
     refuse_zero_weights(teacher)
-    RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), DEFAULTS)
+    RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), up_to_date_identity)
     run.check_folder(request.recipe, request.out)
     return teacher
 

@@ -196,7 +196,7 @@ class Synthesizer:
     def _start(self, keys: Tensor) -> Tensor:
         """What images are before their first step, normalised."""
         shape = self.geometry.channels, *self.geometry.image_size
-        if self.config.start == "leaves":
+        if self.config.start == "dead_leaves":
             return self.geometry.normalise(dead_leaves(keys, *shape))
         return randomness.normal(keys, *shape)
 

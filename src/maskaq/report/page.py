@@ -130,7 +130,7 @@ def lead(record: Record) -> str:
     return {
         "synthetic": f"made from {images} images that the model dreamt up itself: no image of anybody's data was used.",
         "noise": f"made from {images} images of Gaussian noise: no image of anybody's data was used.",
-        "leaves": f"made from {images} images of random shapes: no image of anybody's data was used.",
+        "dead_leaves": f"made from {images} images of random shapes: no image of anybody's data was used.",
         "real": f"calibrated on {images} REAL images of {folder}: a ceiling for the method, NOT data-free.",
     }[record.kind]
 

@@ -12,7 +12,7 @@ from maskaq.errors import ModelError, RecipeError, RunFolderError
 from maskaq.images.stored import state_digest
 from maskaq.models import data_config
 from maskaq.progress import Progress
-from maskaq.recipe.schema import Recipe, to_dict
+from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -25,6 +25,12 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
         "std": list(images["std"]),
     }
     return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
+
+
+def up_to_date_identity(stored: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run of any version as this version would write it."""
+    recipe = stored.get("recipe")
+    return {**stored, "recipe": up_to_date(recipe)} if isinstance(recipe, dict) else stored
 
 
 def whole_number(seed: Any) -> int:

@@ -12,12 +12,10 @@ from maskaq.calibrate import handover
 from maskaq.calibrate.handover import WHICH
 from maskaq.errors import MaskaqError, PretrainedError
 from maskaq.progress import Progress
-from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
+from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
+from maskaq.runs.arguments import up_to_date_identity
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
-
-DEFAULTS = {"recipe": to_dict(Recipe())}
-"""What holds for settings that the recipe of an older run does not have."""
 
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:
@@ -27,7 +25,7 @@ def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | Non
     """
     if not os.path.exists(os.path.join(folder, "run.json")):
         return False
-    RunFolder.check(folder, identity, DEFAULTS)
+    RunFolder.check(folder, identity, up_to_date_identity)
     run = RunFolder.read(folder)
     try:
         config = pretrained.read_config(run.path(QUANTIZED), sound=True)

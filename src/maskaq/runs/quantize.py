@@ -23,10 +23,10 @@ from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.recipe.schema import Recipe, load_recipe, to_toml
+from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
-from maskaq.runs.arguments import check_arguments, identity, whole_number
-from maskaq.runs.finish import DEFAULTS, collect_report, hand_over, is_finished, saved_model
+from maskaq.runs.arguments import check_arguments, identity, up_to_date_identity, whole_number
+from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import facts, pick_device
 from maskaq.runs.rounds import fit, restore
@@ -96,7 +96,7 @@ def quantize(
     job = _Job.prepare(teacher.to(device), recipe, out, seed, progress, pick_engine(device, fast, progress))
     about = facts(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
-    with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), DEFAULTS) as run:
+    with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), up_to_date_identity) as run:
         images, history = job.resume(run)
         if forecast:
             progress.forecast(_forecast(job, run, history.epoch, only_images, report))
@@ -159,7 +159,7 @@ class _Job:
 
     def resume(self, run: RunFolder) -> tuple[StoredImages, StudentHistory]:
         """Bring student and stage to the latest checkpoint of the folder, if it has one."""
-        if run.read_text("recipe.toml") != to_toml(self.recipe):
+        if not is_copy(run.read_text("recipe.toml"), self.recipe):
             self.progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
                 "run.json. Delete it to have it written anew"

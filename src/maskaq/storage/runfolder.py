@@ -17,13 +17,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -67,6 +66,14 @@ _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
 
+Update = Callable[[dict[str, Any]], dict[str, Any]]
+"""Brings the identity of a run of an earlier version up to date, so that it compares with one of this version."""
+
+
+def _unchanged(identity: dict[str, Any]) -> dict[str, Any]:
+    return identity
+
+
 def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}: each leaf under its dotted path."""
     if not isinstance(tree, dict) or not tree:
@@ -74,17 +81,10 @@ def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, sub in tree.items() for k, v in dotted(sub, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _filled(tree: Any, defaults: Any) -> Any:
-    """The tree with the defaults of keys that it does not have: settings that came with a later version."""
-    if not isinstance(tree, dict) or not isinstance(defaults, dict):
-        return tree
-    return {**defaults, **{key: _filled(value, defaults.get(key)) for key, value in tree.items()}}
-
-
-def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], update: Update) -> None:
     """Raises, with every differing key, unless the run in the folder is the run asked for."""
-    plain = json.loads(json.dumps(dict(defaults)))
-    old, new = _filled(old, plain), _filled(new, plain)
+    old = json.loads(json.dumps(update(old)))
+    new = json.loads(json.dumps(update(new)))
     if old == new:
         return
     was, asked = dotted(old), dotted(new)
@@ -176,12 +176,12 @@ def _is_being_written(temp: Path) -> bool:
     return True
 
 
-def _start_or_resume(root: Path, asked: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _start_or_resume(root: Path, asked: dict[str, Any], update: Update) -> dict[str, Any]:
     """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
     path = root / "run.json"
     run = _read_run(root) if path.exists() else asked
     _check_format(root, run)
-    _check_identity(root, run["identity"], asked["identity"], defaults)
+    _check_identity(root, run["identity"], asked["identity"], update)
     for name in ("events.jsonl", "images", "checkpoints", QUANTIZED, ".lock.pid"):
         own_path(root, name)
     # Only now, as a folder that is refused stays as it is: clear away what a kill left half done.
@@ -263,12 +263,12 @@ class RunFolder:
         recipe_text: str = "",
         facts: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] = MappingProxyType({}),
+        update: Update = _unchanged,
     ) -> "RunFolder":
         """The folder of the run with this identity, new or to be continued, locked until it is closed.
 
         Args:
-            defaults: what holds for keys that the identity of an older run does not have.
+            update: brings the identity of an older run up to date.
         """
         root = Path(path)
         _check_ours(root)
@@ -278,7 +278,7 @@ class RunFolder:
         asked = json.loads(json.dumps(record, default=str))  # a path among the facts
         lock = _lock(root)
         try:
-            run = _start_or_resume(root, asked, dict(defaults))
+            run = _start_or_resume(root, asked, update)
             if not (root / "recipe.toml").exists():
                 write_bytes_atomic(root / "recipe.toml", recipe_text.encode())
         except BaseException:
@@ -287,9 +287,7 @@ class RunFolder:
         return cls(root, run, lock)
 
     @staticmethod
-    def check(
-        path: str | Path, identity: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
+    def check(path: str | Path, identity: Mapping[str, Any], update: Update = _unchanged) -> None:
         """Raises what `open` would raise for a folder of something or somebody else; touches nothing."""
         root = Path(path)
         _check_ours(root)
@@ -298,7 +296,7 @@ class RunFolder:
         if os.path.lexists(root / "run.json"):
             run = _read_run(root)
             _check_format(root, run)
-            _check_identity(root, run["identity"], json.loads(json.dumps(identity)), defaults)
+            _check_identity(root, run["identity"], json.loads(json.dumps(identity)), update)
 
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":

@@ -124,7 +124,8 @@ def _images(geometry: Geometry, count: int) -> SyntheticSet:
 
 
 def _time(work: Callable[[], object], device: torch.device, facts: dict[str, Any], steps: int, repeats: int) -> Timing:
-    on_gpu, batch = device.type == "cuda", facts["batch"]
+    on_gpu = device.type == "cuda"
+    batch = facts["batch"]
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -34,7 +34,8 @@ class Layer:
 
         Where windows reach over the image's edge, the tokens there are patches like others, as they are to the model.
         """
-        p, tokens = self.prefix_tokens, attention.shape[2]
+        p = self.prefix_tokens
+        tokens = attention.shape[2]
         return attention.unflatten(0, (-1, self.windows))[..., p:, p:tokens]
 
     def patch_attention(self, received: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def _front_matter(config: dict[str, Any]) -> str:
 
 
 def _what(config: dict[str, Any]) -> str:
-    weights, (channels, height, width) = config["weights"], config["input_size"]
+    weights = config["weights"]
+    channels, height, width = config["input_size"]
     before, after = weights["float32_bytes"], weights["bytes"]
     how = {True: " without an image of its training data", False: f" on {REAL_IMAGES}", None: ""}[_data_free(config)]
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"

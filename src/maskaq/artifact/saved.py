@@ -35,7 +35,9 @@ from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
 FORMAT = 1
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
 # How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
 PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -127,7 +129,8 @@ def write(
 ) -> None:
     """Unchecked write: whatever is at root is replaced, and the architecture may be unknown."""
     tensors = _stored(deployed)
-    described, labelled = _described(deployed, architecture), _labelled(deployed, labels)
+    described = _described(deployed, architecture)
+    labelled = _labelled(deployed, labels)
     sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either
     data = files.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
     config = described | labelled
@@ -268,7 +271,8 @@ def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = Non
     candidates = [given, _remembered(deployed).get("timm")]
     try:
         if record.get("architecture"):
-            state, size = _float_state(deployed), geometry(deployed).image_size
+            state = _float_state(deployed)
+            size = geometry(deployed).image_size
             candidates.append(architecture_of_state(state, str(record["architecture"]), image_size=size))
     except MaskaqError:  # a name that timm does not know
         pass
@@ -284,7 +288,8 @@ def _remembered(model: nn.Module) -> dict[str, Any]:
 def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     """Why an architecture does not build a deployed model, to the last bit of its outputs; empty if it does."""
     try:
-        name, args = architecture["name"], dict(architecture.get("args", {}))
+        name = architecture["name"]
+        args = dict(architecture.get("args", {}))
         shapes = {key: tuple(value.shape) for key, value in load_shape(name, args).state_dict().items()}
         own = {key: tuple(value.shape) for key, value in _float_state(deployed).items()}
         if shapes != own:
@@ -353,7 +358,8 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
         odd = sorted(found.keys() ^ sites.keys())
         raise ModelError(f"{len(odd)} sites are in the model or in {CONFIG} alone, {odd[0]!r} first")
     for name, (module, kind) in found.items():
-        keys, site = [f"{slot}_bits" for slot in kind.slots], sites[name]
+        keys = [f"{slot}_bits" for slot in kind.slots]
+        site = sites[name]
         if not isinstance(site, dict) or site.keys() != set(keys):
             raise ModelError(f"site {name!r}: expected {' and '.join(keys)}, found {site!r}")
         for key, bits in site.items():
@@ -377,7 +383,8 @@ def _coded(model: nn.Module) -> dict[str, CodedWeight]:
 
 def _stored(deployed: nn.Module) -> dict[str, Tensor]:
     """The tensors of the file: codes packed, the rest as it is."""
-    coded, stored = _coded(deployed), {}
+    coded = _coded(deployed)
+    stored = {}
     for name, value in deployed.state_dict().items():
         if name in coded:
             stored[name] = pack(value, coded[name].bits)
@@ -392,7 +399,8 @@ def _stored(deployed: nn.Module) -> dict[str, Tensor]:
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors of a file into a blank deployed model: all of them, and each as it must be."""
-    coded, own = _coded(model), model.state_dict()
+    coded = _coded(model)
+    own = model.state_dict()
     expected = {name: (value.dtype, tuple(value.shape)) for name, value in own.items()}
     expected |= {name: (torch.uint8, (packed_bytes(owner.codes.numel(), owner.bits),)) for name, owner in coded.items()}
     found = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
@@ -433,10 +441,12 @@ def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
 
 def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of a folder, found to be those that were saved together."""
-    config, path = _read_config(root), root / WEIGHTS
+    config = _read_config(root)
+    path = root / WEIGHTS
     data = _read_bytes(path)
     recorded = config.get("weights")
-    expected, found = recorded.get("sha256") if isinstance(recorded, dict) else None, sha256(data).hexdigest()
+    expected = recorded.get("sha256") if isinstance(recorded, dict) else None
+    found = sha256(data).hexdigest()
     if expected != found:
         raise PretrainedError(
             f"{path} is not the file that was saved: {CONFIG} expects sha256 {str(expected)[:12]}..., found "

@@ -44,8 +44,12 @@ class Calibrator:
         progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
-        self.teacher, self.student, self.config, self.seed = teacher, student, recipe.calibration, seed
-        self.progress, self.engine = progress or Progress(), engine
+        self.teacher = teacher
+        self.student = student
+        self.config = recipe.calibration
+        self.seed = seed
+        self.progress = progress or Progress()
+        self.engine = engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
@@ -128,7 +132,8 @@ class Calibrator:
         if self._data is not data:
             bytes_needed = data.images.numel()
             fits = self.device.type != "cuda" or bytes_needed < torch.cuda.mem_get_info(self.device)[0] // 4
-            self._data, self._data_near = data, data.to(self.device) if fits else data
+            self._data = data
+            self._data_near = data.to(self.device) if fits else data
         return self._data_near
 
     def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, Tensor]:

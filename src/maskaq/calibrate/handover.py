@@ -86,7 +86,8 @@ def compare(
     progress: Progress | None = None,
 ) -> Handover:
     """Compare the student before and after calibration with the teacher."""
-    began, progress = time.monotonic(), progress or Progress()
+    began = time.monotonic()
+    progress = progress or Progress()
     count = held_out_count(recipe)
     progress.stage("compare before and after", 3 * count)
     images = held_out_images(teacher, count, seed)

@@ -79,7 +79,10 @@ class ProgressLines(Progress):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.title, self.total, self.done, self.first = "", 0, 0, 0
+        self.title = ""
+        self.total = 0
+        self.done = 0
+        self.first = 0
         self.began = self.said = time.monotonic()
 
     def __enter__(self) -> "ProgressLines":
@@ -89,7 +92,10 @@ class ProgressLines(Progress):
         pass
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        self.title, self.total, self.done, self.first = title, total, done, done
+        self.title = title
+        self.total = total
+        self.done = done
+        self.first = done
         self.began = self.said = time.monotonic()
         self.console.print(f"{title}: 0 %" if not done else f"{title}: {100 * done / max(1, total):.0f} % from before")
 
@@ -141,7 +147,9 @@ def preparation(facts: Geometry) -> str:
 
 def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
     """What a run will do."""
-    scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
+    scheme = recipe.quantization
+    synthesis = recipe.synthesis
+    calibration = recipe.calibration
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
     refreshes = len(recipe.rounds) - 1
@@ -193,11 +201,15 @@ def _task(rows: dict[str, Evaluation | str]) -> Task:
 
 def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
     """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
-    full, rtn, ours = rows[FULL_PRECISION], rows[RTN], rows[CALIBRATED]
+    full = rows[FULL_PRECISION]
+    rtn = rows[RTN]
+    ours = rows[CALIBRATED]
     if isinstance(full, str) or isinstance(rtn, str) or isinstance(ours, str):
         return ""
-    unit, decimals = _task(rows).loss_name, 1 if full.task == "classification" else 4
-    (lost, noise), share = lost_to_rounding(full, rtn), recovered(full, rtn, ours)
+    unit = _task(rows).loss_name
+    decimals = 1 if full.task == "classification" else 4
+    lost, noise = lost_to_rounding(full, rtn)
+    share = recovered(full, rtn, ours)
     if share is None:
         return (
             f"round to nearest costs nothing measurable on {full.n} images: {lost:.{decimals}f} {unit}, "
@@ -258,7 +270,8 @@ def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
     for column in ("runtime", "batch", "MB", "ms", "fastest - slowest", "x float32", "lowest - highest"):
         table.add_column(column, justify="right", no_wrap=True)
     for s in speeds:
-        spread, ratios = f"{s.fastest:.2f} - {s.slowest:.2f}", f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
+        spread = f"{s.fastest:.2f} - {s.slowest:.2f}"
+        ratios = f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
         figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
         table.add_row(s.file, s.runtime, str(s.batch), *figures)
     return table

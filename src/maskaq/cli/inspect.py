@@ -43,7 +43,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli.console import preparation
     from maskaq.cli.resolve import is_run
 
-    name, console = arguments.model.model, invocation.console
+    name = arguments.model.model
+    console = invocation.console
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
@@ -62,7 +63,8 @@ def _of_quantized(arguments: Arguments) -> _Inspected:
     from maskaq.models import geometry
     from maskaq.quant.inspection import inspect_deployed
 
-    name, recipe = arguments.model.model, arguments.recipe
+    name = arguments.model.model
+    recipe = arguments.recipe
     values = {"--bits": recipe.bits, "--set": recipe.set, "--recipe": recipe.recipe}
     given = [option for option, value in values.items() if value or value == ""]
     if given:
@@ -81,7 +83,8 @@ def _of_name(arguments: Arguments, console: Console) -> _Inspected:
     from maskaq.quant.inspection import inspect_model
     from maskaq.runs.plans import make_plan
 
-    name, recipe = arguments.model.model, resolve.recipe_of(arguments.recipe, _RECIPE)
+    name = arguments.model.model
+    recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
     model = resolve.full_precision(arguments.model, resolve.shape_of)
     exposed = expose(model)
     if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):

@@ -44,7 +44,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import resolve
     from maskaq.runs.opened import write_report
 
-    folders, checkpoint, console = arguments.folders, arguments.checkpoint, invocation.console
+    folders = arguments.folders
+    checkpoint = arguments.checkpoint
+    console = invocation.console
     if checkpoint and len(folders) > 1:
         raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
     runs = [resolve.opened_run(folders[0], checkpoint)] if checkpoint else folders

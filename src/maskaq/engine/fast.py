@@ -104,7 +104,9 @@ class _Replayed:
     IN_FLIGHT = 4  # steps the host may be ahead of the GPU: enough to keep it busy, few enough for a true progress bar
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self.step, self.device, self.calls = step, device, 0
+        self.step = step
+        self.device = device
+        self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.pending: deque[torch.cuda.Event] = deque()
         self.side = torch.cuda.Stream(device)  # what is set up on first use is set up on the stream that captures it
@@ -174,11 +176,9 @@ class _FusedLosses(LossRunner):
                 maps_kernel.map_losses(raw, layer.windows, layer.prefix_tokens, squared)
                 for layer, raw in zip(view.layers, view.maps, strict=True)
             ]
-            self.view, self.squared, self.losses = (
-                view,
-                squared,
-                [torch.stack(x).mean(dim=0) for x in zip(*pairs, strict=True)],
-            )
+            self.view = view
+            self.squared = squared
+            self.losses = [torch.stack(x).mean(dim=0) for x in zip(*pairs, strict=True)]
         return self.losses[output]
 
 

@@ -26,8 +26,11 @@ class FolderImages:
     stage = "read real images"
 
     def __init__(self, teacher: nn.Module, recipe: Recipe, *, seed: int = 0, progress: Progress | None = None) -> None:
-        self.recipe, self.seed, self.progress = recipe, seed, progress or Progress()
-        self.geometry, config = geometry(teacher), data_config(teacher)
+        self.recipe = recipe
+        self.seed = seed
+        self.progress = progress or Progress()
+        self.geometry = geometry(teacher)
+        config = data_config(teacher)
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
         self.trajectory: Trajectory | None = None  # nothing is optimised

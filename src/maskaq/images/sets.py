@@ -115,7 +115,9 @@ class _Unlabelled(Dataset):
     """Image files without classes: their label is -1."""
 
     def __init__(self, files: list[Path], transform: Any, loader: Any) -> None:
-        self.files, self.transform, self.loader = files, transform, loader
+        self.files = files
+        self.transform = transform
+        self.loader = loader
 
     def __len__(self) -> int:
         return len(self.files)
@@ -192,7 +194,8 @@ class TensorImages(Dataset):
 
     def __init__(self, images: Tensor, labels: Tensor, model: nn.Module) -> None:
         config = data_config(model)
-        self.images, self.labels = images, labels
+        self.images = images
+        self.labels = labels
         self.mean = torch.tensor(config["mean"], dtype=torch.float32).view(-1, 1, 1)
         self.std = torch.tensor(config["std"], dtype=torch.float32).view(-1, 1, 1)
 

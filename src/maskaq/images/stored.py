@@ -38,7 +38,8 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
     """n images of Gaussian noise, the student's first ranges before any image is made."""
-    facts, device = geometry(teacher), next(teacher.parameters()).device
+    facts = geometry(teacher)
+    device = next(teacher.parameters()).device
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
     return randomness.normal(keys, facts.channels, *facts.image_size)
 
@@ -49,7 +50,8 @@ def load_images(run: RunFolder, round: int, shard: int) -> SyntheticSet:
 
 
 def _as_images(run: RunFolder, round: int, shard: int, found: Shard) -> SyntheticSet:
-    tensors, size = found.tensors, run.identity.get("preparation", {}).get("image_size")
+    tensors = found.tensors
+    size = run.identity.get("preparation", {}).get("image_size")
     kinds = {name: (value.dtype, value.dim(), len(value) if value.dim() else 0) for name, value in tensors.items()}
     count = kinds.get("labels", (None, 0, 0))[2]
     expected = {
@@ -78,7 +80,8 @@ def latest_images(run: RunFolder) -> SyntheticSet:
     """All images of the last round of a finished run, each of which must be there; else of the latest there is."""
     recipe = recipe_from_dict(run.identity["recipe"])
     if run.path(QUANTIZED).exists():
-        latest, there = len(recipe.rounds) - 1, list(range(-(-recipe.synthesis.images // recipe.synthesis.batch)))
+        latest = len(recipe.rounds) - 1
+        there = list(range(-(-recipe.synthesis.images // recipe.synthesis.batch)))
     else:
         latest = next((round for round in reversed(range(len(recipe.rounds))) if run.shards(round)), 0)
         there = run.shards(latest)
@@ -107,8 +110,12 @@ class StudentHistory:
     def __init__(
         self, run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int
     ) -> None:
-        self.run, self.teacher, self.student = run, teacher, student
-        self.recipe, self.plan, self.seed = recipe, plan, seed
+        self.run = run
+        self.teacher = teacher
+        self.student = student
+        self.recipe = recipe
+        self.plan = plan
+        self.seed = seed
         self.epoch = 0
         """Epochs that the student has behind it."""
 
@@ -149,8 +156,11 @@ class StoredImages:
     """The images of every round, in shards of `synthesis.batch` images."""
 
     def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory) -> None:
-        self.run, self.source, self.history = run, source, history
-        self.recipe, self.progress = source.recipe, source.progress
+        self.run = run
+        self.source = source
+        self.history = history
+        self.recipe = source.recipe
+        self.progress = source.progress
         numbers = torch.arange(self.recipe.synthesis.images)
         self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
         """Numbers of the images in each shard."""
@@ -162,7 +172,8 @@ class StoredImages:
 
     def of_round(self, round: int) -> SyntheticSet:
         """All images of a round."""
-        config, work = self.recipe.synthesis, max(1, self.recipe.steps_in_round(round))
+        config = self.recipe.synthesis
+        work = max(1, self.recipe.steps_in_round(round))
         found = {shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round, shard)) is not None}
         missing = [shard for shard in range(len(self.numbers)) if shard not in found]
         if self._is_warm(round):
@@ -281,7 +292,8 @@ class StoredImages:
 
     def _keep_trajectory(self, round: int, first: bool) -> None:
         """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
-        path, trajectory = self.run.path(TRAJECTORY_FILE.format(round=round)), self.source.trajectory
+        path = self.run.path(TRAJECTORY_FILE.format(round=round))
+        trajectory = self.source.trajectory
         if trajectory is not None and (first or not path.exists()):
             words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}
             files.write_tensors(path, {"images": trajectory.images}, words)

@@ -56,9 +56,13 @@ class Synthesizer:
         progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
-        self.teacher, self.student, self.recipe, self.seed = teacher, student, recipe, seed
+        self.teacher = teacher
+        self.student = student
+        self.recipe = recipe
+        self.seed = seed
         self.config = recipe.synthesis
-        self.progress, self.engine = progress or Progress(), engine
+        self.progress = progress or Progress()
+        self.engine = engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
@@ -83,7 +87,8 @@ class Synthesizer:
         indices = indices.to(self.device)
         images, finite = self._make(indices, round, start, attempt=0)
         if not finite.all():
-            ill, trajectory = ~finite, self.trajectory
+            ill = ~finite
+            trajectory = self.trajectory
             self.progress.note(
                 f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
             )
@@ -133,7 +138,8 @@ class Synthesizer:
         count = min(self.config.images, self.images_at_once())
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
-        seconds, steps = 0.0, min(5 if self.engine.captures else 3, self.recipe.most_steps)
+        seconds = 0.0
+        steps = min(5 if self.engine.captures else 3, self.recipe.most_steps)
         for _ in range(2):  # the first time pays for the set-up
             began = time.monotonic()
             self.trial(count, steps)
@@ -142,7 +148,8 @@ class Synthesizer:
 
     def trial(self, count: int, steps: int) -> None:
         """Some steps of some images that nobody wants, to time them or to see what memory they take."""
-        progress, self.progress = self.progress, Progress()
+        progress = self.progress
+        self.progress = Progress()
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
@@ -158,7 +165,8 @@ class Synthesizer:
                 for part in indices.split(self.batch):
                     made.append(self._make_part(part, round, start, attempt))
                     trajectories.append(self.trajectory)
-                images, self.trajectory = torch.cat(made), trajectories[0]
+                images = torch.cat(made)
+                self.trajectory = trajectories[0]
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
                 self._buffers = None
@@ -175,7 +183,8 @@ class Synthesizer:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
-        steps, way = self.recipe.steps_in_round(round), {0: images[0]}
+        steps = self.recipe.steps_in_round(round)
+        way = {0: images[0]}
         if steps:
             labels = self._targets(indices)
             images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
@@ -207,7 +216,8 @@ class Synthesizer:
         buffers = self._buffers_for(len(images))
         buffers.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        points, way = [], {0: buffers.images.detach()[0].clone()}
+        points = []
+        way = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
             for step in range(steps):
                 buffers.advance()
@@ -227,7 +237,8 @@ class Synthesizer:
             stack.enter_context(frozen(self.student, self._weight_cache))
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
-            received, needs = f"{self.config.map}_received", self.objective.needs
+            received = f"{self.config.map}_received"
+            needs = self.objective.needs
             more = {"heads": "heads", "received": "probs_received"}
             heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
             self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
@@ -236,7 +247,8 @@ class Synthesizer:
 
     def _blame(self, indices: Tensor, round: int) -> str:
         """What to do about the terms of the user's that lose these images: made once more, looking at every step."""
-        steps, keys = self.recipe.steps_in_round(round), self._keys(indices, round, attempt=1)
+        steps = self.recipe.steps_in_round(round)
+        keys = self._keys(indices, round, attempt=1)
         if not self.objective.own or not steps:
             return ""
         schedule = self._schedule(steps, self.recipe.lr_in_round(round))
@@ -279,7 +291,8 @@ class Synthesizer:
 
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
         """Whatever changes from step to step, for every step."""
-        config, grids = self.config, {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
+        config = self.config
+        grids = {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
         roll = round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
@@ -305,7 +318,9 @@ class Synthesizer:
         buffers.parts = parts
 
     def _view(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
-        config, needs, images = self.config, self.objective.needs, buffers.images
+        config = self.config
+        needs = self.objective.needs
+        images = buffers.images
         # Before the images themselves, whose attention is what is seen afterwards.
         region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
@@ -343,7 +358,8 @@ class Synthesizer:
 
     def _region(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
         """What a view says of regions: one of each image's, another at each step, seen as an image of its own."""
-        found, keys = regions(buffers.keys, buffers.labels, self.geometry.classes), randomness.fold(keys, "region")
+        found = regions(buffers.keys, buffers.labels, self.geometry.classes)
+        keys = randomness.fold(keys, "region")
         chosen = (randomness.uniform(keys) * found.count).long()
         cells = found.cells.gather(1, chosen[:, None]).squeeze(1)
         enlarged = self._jittered(quarter(buffers.images, cells), keys, now)
@@ -366,7 +382,8 @@ class Synthesizer:
     @torch.no_grad()
     def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
-        layers, found = self.geometry.layers, {}
+        layers = self.geometry.layers
+        found = {}
         for grid in {layer.grid: None for layer in layers}:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)

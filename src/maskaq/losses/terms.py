@@ -182,7 +182,8 @@ class Objective:
     def _checked(self, term: TermSpec, value: Any, view: Any) -> Tensor:
         """A term's value, if it is one number per image. Looks at no number: that would wait for the device."""
         output = next(iter(view.outputs.values()))
-        images, device = len(output), output.device
+        images = len(output)
+        device = output.device
         if not isinstance(value, Tensor):
             found = type(value).__name__
         elif value.shape != (images,) or not value.is_floating_point() or value.device != device:
@@ -275,7 +276,9 @@ def total_variation_target(v: SynthesisView) -> Tensor:
 def attention_prior(v: SynthesisView) -> Tensor:
     """SARDFQ: attention of the later layers (l >= L/2, weight l/L) should be a random Gaussian mixture in each head."""
     assert v.keys is not None
-    keys, depth, losses = fold(v.keys, "attention prior"), len(v.layers), []
+    keys = fold(v.keys, "attention prior")
+    depth = len(v.layers)
+    losses = []
     for number, (layer, raw) in enumerate(zip(v.layers, v.received, strict=True), start=1):
         if 2 * number >= depth:
             received = layer.window_patches(raw).to(v.images.dtype)  # (B, W, H, Q)

@@ -158,7 +158,8 @@ def load_shape(
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
     """The model that `architecture_of` described, with random weights: no weights file is read."""
-    name, args = architecture["name"], _checked_args(architecture["args"])
+    name = architecture["name"]
+    args = _checked_args(architecture["args"])
     if name not in zoo.embedded_names():
         return create_timm(name, **args).eval()
     if args:
@@ -314,7 +315,8 @@ def _check_weights(name: str, args: dict[str, Any]) -> None:
 
 def _without_classifier(name: str) -> str:
     """What to do with weights that have no classifier, or where one can come from."""
-    architecture, tags = name.split(".")[0], classifier_tags(name)
+    architecture = name.split(".")[0]
+    tags = classifier_tags(name)
     other = f"take {' or '.join(f'{architecture}.{tag}' for tag in tags[:3])}, or give" if tags else "give"
     return (
         "To quantize it for its features, add --model-arg num_classes=0; to classify, "
@@ -622,7 +624,9 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
     if isinstance(model, swin_transformer.SwinTransformer):
         told = _size_of_masks(model, state) or _size_of_windows(model, state)
         return None if told is None or told == _size_of(model) else _short_size(told)
-    mine, theirs, patch = getattr(model, "pos_embed", None), state.get("pos_embed"), getattr(model, "patch_embed", None)
+    mine = getattr(model, "pos_embed", None)
+    theirs = state.get("pos_embed")
+    patch = getattr(model, "patch_embed", None)
     if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is not told
         return None
     if theirs.dim() != 3 or theirs.shape[1] == mine.shape[1]:
@@ -641,7 +645,8 @@ def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) ->
     told = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
     if told is not None or any(key.endswith("attn_mask") for key in state):
         return told
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     comparable = len(mine) == len(theirs) and None not in theirs  # else it does not fit, which `_fill` says
     return None if comparable and mine != theirs else _size_of(model)
 
@@ -660,7 +665,8 @@ def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
 
 def _usual(model: nn.Module, windows: list[int]) -> str:
     """The image sizes that timm gives such windows at, as the end of a sentence; empty if there are none."""
-    largest, unit = max(windows, default=0), _reduction(model, 0)[0]
+    largest = max(windows, default=0)
+    unit = _reduction(model, 0)[0]
     if not windows:
         return ""
     if set(windows) == {largest}:  # the last stage is one window, or more of them
@@ -687,7 +693,8 @@ def _size_of_masks(model: nn.Module, state: State) -> tuple[int, int] | None:
     counts: dict[int, tuple[tuple[int, int], int]] = {}
     for key, mask in state.items():
         if (found := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn_mask", key)) and mask.dim() == 3:
-            layout, window = _layout(mask), isqrt(mask.shape[1])
+            layout = _layout(mask)
+            window = isqrt(mask.shape[1])
             if layout is not None and window * window == mask.shape[1]:
                 counts[int(found[1])] = layout, window
     if not counts:
@@ -716,7 +723,8 @@ def _layout(mask: Tensor) -> tuple[int, int] | None:
     fits = []
     for rows in (rows for rows in range(2, windows // 2 + 1) if windows % rows == 0):
         expected = torch.zeros(rows, windows // rows, dtype=torch.bool)
-        expected[-1], expected[:, -1] = True, True
+        expected[-1] = True
+        expected[:, -1] = True
         if torch.equal(expected.flatten(), masked):
             fits.append((rows, windows // rows))
     side = isqrt(windows)
@@ -743,7 +751,8 @@ def _side(counts: Mapping[int, tuple[int, int, int]], unit: int) -> int | None:
 
 def _size_of_windows(model: nn.Module, state: State) -> tuple[int, int] | None:
     """The image size that a Swin's bias tables tell: a window is no larger than its stage's grid."""
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     if len(mine) != len(theirs) or None in mine or None in theirs:
         return None
     largest = max((size for size in theirs if size is not None), default=0)
@@ -760,7 +769,8 @@ def _size_of_windows(model: nn.Module, state: State) -> tuple[int, int] | None:
 
 def _window_size(model: nn.Module, state: State) -> int | tuple[int, ...] | None:
     """The window of each Swin stage in the file where one differs from the model's; one number if that says it."""
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     if mine == theirs or len(mine) != len(theirs) or None in theirs:
         return None
     sizes = tuple(size for size in theirs if size is not None)
@@ -795,7 +805,8 @@ class Misfit:
 def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tuple[str, ...]) -> None:
     """Puts the file's weights into the model; CheckpointError naming every key that does not fit."""
     own = model.state_dict()
-    given, misfit = state, _compare(own, state)
+    given = state
+    misfit = _compare(own, state)
     if misfit:
         renamed = _renamed(model, state, resizable)
         if len(second := _compare(own, renamed)) < len(misfit):
@@ -903,7 +914,9 @@ def _fitting_names(state: State, own: Mapping[str, Tensor], name: str, most: int
     outline = _outline(state)
     if outline is None or outline == _outline(own):
         return []
-    family, given, extent = name.split("_")[0], name.split(".")[0], _extent(state)
+    family = name.split("_")[0]
+    given = name.split(".")[0]
+    extent = _extent(state)
     patch = f"patch{outline['patch']}_"
     names = supported_names([swin if "depths" in outline else vit])
     near = [n for n in names if n != given and (patch in n or "_patch" not in n)]
@@ -933,7 +946,8 @@ def _outline_of(name: str) -> tuple[dict[str, Any] | None, list[int | None]]:
 
 def _outline(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """What shapes tell of an architecture whatever its classes, channels and image size; None without any blocks."""
-    patch, first = state.get("patch_embed.proj.weight"), state.get("patch_embed.proj.bias")
+    patch = state.get("patch_embed.proj.weight")
+    first = state.get("patch_embed.proj.bias")
     if patch is None or patch.dim() != 4:
         return None
     outline: dict[str, Any] = {"width": patch.shape[0], "patch": patch.shape[-1], "bias": first is not None}

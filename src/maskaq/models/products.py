@@ -38,7 +38,8 @@ class AttentionProducts(nn.Module):
         self.qk = Matmul()
         self.softmax = nn.Softmax(dim=-1)
         self.av = Matmul(signed=(False, True))
-        self.prefix_tokens, self.class_query = 0, False
+        self.prefix_tokens = 0
+        self.class_query = False
         self.fused: Callable[..., dict[str, Tensor]] | None = None
         """Stands in for `products` while the fast engine lends a kernel."""
         self.listened: tuple[str, ...] = ()

@@ -44,7 +44,8 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     attentions: list[AttentionProducts] = [model.get_submodule(layer.attention) for layer in layers]  # type: ignore[misc]
     outputs: dict[str, Tensor] = {}  # of blocks, by their names
     read: dict[str, list[Callable[[], Tensor]]] = {}
-    before, handles = [attention.listened for attention in attentions], []
+    before = [attention.listened for attention in attentions]
+    handles = []
 
     def reader(attention: AttentionProducts, point: str) -> Callable[[], Tensor]:
         return lambda: attention.passed[point]
@@ -67,7 +68,8 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
         yield Taps(read)
     finally:
         for attention, listened in zip(attentions, before, strict=True):
-            attention.listened, attention.passed = listened, {}
+            attention.listened = listened
+            attention.passed = {}
         for handle in handles:
             handle.remove()
         read.clear()

@@ -22,8 +22,10 @@ class QuantLinear(QuantWeightMixin, nn.Linear):
     @classmethod
     def from_float(cls, linear: nn.Linear, weight_quantizer: nn.Module, input_quantizer: nn.Module) -> "QuantLinear":
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        layer.weight = linear.weight
+        layer.bias = linear.bias
+        layer.weight_quantizer = weight_quantizer
+        layer.input_quantizer = input_quantizer
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,8 +47,10 @@ class QuantConv2d(QuantWeightMixin, nn.Conv2d):
             padding_mode=conv.padding_mode,
             device="meta",
         )
-        layer.weight, layer.bias = conv.weight, conv.bias
-        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        layer.weight = conv.weight
+        layer.bias = conv.bias
+        layer.weight_quantizer = weight_quantizer
+        layer.input_quantizer = input_quantizer
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +64,8 @@ class QuantMatmul(Matmul):
     @classmethod
     def from_float(cls, matmul: Matmul, a_quantizer: nn.Module, b_quantizer: nn.Module) -> "QuantMatmul":
         layer = cls(matmul.signed)
-        layer.a_quantizer, layer.b_quantizer = a_quantizer, b_quantizer
+        layer.a_quantizer = a_quantizer
+        layer.b_quantizer = b_quantizer
         return layer
 
     def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,8 @@ def collect(
         models: `teacher` is P: without it there are no sizes, no predictions, no attention and no sensitivity.
             `searched` is Q before calibration. `student` is Q after it: without it there are no sites.
     """
-    began, progress = time.monotonic(), progress or Progress()
+    began = time.monotonic()
+    progress = progress or Progress()
     teacher, searched, student = (models.get(name) for name in ("teacher", "searched", "student"))
     if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
         rounds = {round: replace(images, labels=torch.full_like(images.labels, -1)) for round, images in rounds.items()}
@@ -140,7 +141,9 @@ def passes(student: nn.Module, images: int) -> int:
 @torch.no_grad()
 def seconds_per_pass(student: nn.Module) -> float:
     """Seconds that one image takes to pass the student, from a few."""
-    device, facts, few = next(student.parameters()).device, geometry(student), 4
+    device = next(student.parameters()).device
+    facts = geometry(student)
+    few = 4
     images = torch.zeros(few, facts.channels, *facts.image_size, device=device)
     with frozen(student):
         for _ in range(2):  # the first pass sets up
@@ -160,7 +163,8 @@ def read(run: RunFolder) -> Collected | None:
     """What `write` put there; None where nothing was collected yet of the model that is in the folder now."""
     if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
         return None
-    facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
+    facts = run.read_json(FACTS_FILE)
+    remedy = "delete it, and `maskaq report` collects it anew"
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
     if wrong := files.misfit(facts, _FORM):
@@ -285,7 +289,8 @@ def _attention(
     seen: Mapping[str, Seen],
 ) -> tuple[Facts, dict[str, Tensor]]:
     """Maps of the chosen images, their masks, and the distance between P and Q layer by layer."""
-    layers, kind = geometry(teacher).layers, recipe.synthesis.map
+    layers = geometry(teacher).layers
+    kind = recipe.synthesis.map
     chosen = images[:CHOSEN]
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
     regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round)
@@ -374,7 +379,8 @@ def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, pr
 
     def row(name: str) -> Facts:
         found = searched(pixels).float().cpu()
-        distance, agreement = task.distance(expected, found).mean(), task.agreement(expected, found).mean()
+        distance = task.distance(expected, found).mean()
+        agreement = task.agreement(expected, found).mean()
         progress.advance(len(pixels))
         return {"layer": name, "kl": max(0.0, distance.item()), "agreement": agreement.item()}
 

@@ -137,7 +137,8 @@ def lead(record: Record) -> str:
 
 def _recovered(record: Record) -> float | None:
     """Share of what rounding to nearest loses that maskaq recovers."""
-    rows, headline = record.accuracy, record.task.headline
+    rows = record.accuracy
+    headline = record.task.headline
     full, rtn, ours = (rows.get(name, {}).get(headline) for name in (FULL_PRECISION, RTN, CALIBRATED))
     if full is None or rtn is None or ours is None:
         return None
@@ -221,7 +222,8 @@ def _text(text: Any) -> str:
 def data_uri(image: Tensor) -> str:
     """(C, H, W) uint8 -> an image inside the page: exact where it is small, WebP where it is not."""
     channels = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)  # no screen shows more than three
-    picture, file = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy()), io.BytesIO()
+    picture = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())
+    file = io.BytesIO()
     exact = max(image.shape[-2:]) <= _LOSSLESS_SIDE
     picture.save(file, *(("PNG",) if exact else ("WEBP",)), **({"optimize": True} if exact else {"quality": 75}))
     kind = "png" if exact else "webp"
@@ -284,7 +286,8 @@ def _trajectories(record: Record) -> list[dict[str, Any]]:
 
 def _maps(record: Record) -> dict[str, Any] | None:
     """What the page draws attention from: bytes of the maps and masks, and the images below them."""
-    facts, tensors = record.facts.get("attention"), record.collected.tensors
+    facts = record.facts.get("attention")
+    tensors = record.collected.tensors
     if facts is None:
         return None
     shown = record.facts["images"]["shown"]

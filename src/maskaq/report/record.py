@@ -81,7 +81,8 @@ class Record:
         source = self.run.source or {}
         if source.get("command"):
             return str(source["command"])
-        bits, seed = self.recipe.quantization.bits, self.run.identity["seed"]
+        bits = self.recipe.quantization.bits
+        seed = self.run.identity["seed"]
         if source.get("name"):
             recipe = shlex.quote(str(self.run.path("recipe.toml")))
             return f"maskaq quantize {shlex.quote(self.model)} --recipe {recipe} --bits {bits} --seed {seed}"
@@ -194,7 +195,9 @@ class Record:
     @property
     def synthesis_rate(self) -> Curve:
         """The learning rate on the pixels, from the recipe."""
-        config, offsets, curve = self.recipe.synthesis, self._offsets(), Curve([], [], self._marks(self._offsets()))
+        config = self.recipe.synthesis
+        offsets = self._offsets()
+        curve = Curve([], [], self._marks(self._offsets()))
         for round in sorted({round for round, _ in self._events[0]}):
             steps = self.recipe.steps_in_round(round)
             for step in sorted({i * (steps - 1) // 99 for i in range(100) if steps}):

@@ -53,7 +53,8 @@ def hand_over(
     progress: Progress,
 ) -> nn.Module:
     """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
-    recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
+    recipe = recipe_from_dict(run.identity["recipe"])
+    seed = run.identity["seed"]
     found = None
     if recipe.calibration.epochs:
         found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep, progress=progress)

@@ -89,7 +89,8 @@ class OpenedRun:
     @own_torch_modes()
     def _uncalibrated(self, plan: QuantPlan) -> nn.Module:
         """The student as it was before calibration: ranges from the first images of the first round."""
-        teacher, run = self.teacher(), RunFolder.read(self.folder)
+        teacher = self.teacher()
+        run = RunFolder.read(self.folder)
         scheme = self.recipe.quantization
         student = quantized_twin(teacher, scheme, plan)
         images = first_images(run, scheme.range_images)
@@ -286,7 +287,8 @@ def _record(
     kept = collect.read(folder)
     if kept is not None:
         return Record(folder, kept)
-    recipe, seed = recipe_from_dict(folder.identity["recipe"]), folder.identity["seed"]
+    recipe = recipe_from_dict(folder.identity["recipe"])
+    seed = folder.identity["seed"]
     rounds = collect.images_of_rounds(folder, recipe)
     if not rounds:
         raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_again(folder)}")
@@ -301,7 +303,8 @@ def _record(
                 reasons[str(error)] = None
     except MaskaqError as error:
         reasons[str(error)] = None
-    collected, unfinished = collect.collect(recipe, seed, rounds, models, progress), _unfinished(folder, recipe)
+    collected = collect.collect(recipe, seed, rounds, models, progress)
+    unfinished = _unfinished(folder, recipe)
     if not reasons and not unfinished:  # else a later try may find more
         collect.write(folder.root, collected)
     return Record(folder, collected, "; ".join(reasons), unfinished)

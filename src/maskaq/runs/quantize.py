@@ -86,7 +86,9 @@ def quantize(
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
     check_arguments(out, keep, progress, source, checkpoint_seconds, fast)
-    progress, seed, device = progress or Progress(), whole_number(seed), pick_device(device)
+    progress = progress or Progress()
+    seed = whole_number(seed)
+    device = pick_device(device)
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
     if is_finished(out, asked, None if only_images else keep):
@@ -197,7 +199,8 @@ def check_folder(recipe: Recipe, out: str | Path) -> None:
 
 def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, report: bool) -> float:
     """Seconds that are left, roughly: a few steps or passes are timed, and an epoch of an image costs about a step."""
-    recipe, one_pass = job.recipe, collect.seconds_per_pass(job.student)
+    recipe = job.recipe
+    one_pass = collect.seconds_per_pass(job.student)
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
     for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:

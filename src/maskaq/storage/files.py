@@ -50,7 +50,8 @@ class DamagedError(RunFolderError):
 
     def __init__(self, path: Path, reason: object, remedy: str) -> None:
         super().__init__(f"{path} is damaged ({reason}): {remedy}")
-        self.path, self.reason = path, reason
+        self.path = path
+        self.reason = reason
 
 
 def short(value: Any) -> Any:

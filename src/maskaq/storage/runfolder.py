@@ -114,7 +114,8 @@ def _digest_of_json(tree: Any) -> str:
 
 def _read_run(root: Path) -> dict[str, Any]:
     """The content of run.json, checked to be of our format and as it was written."""
-    path, remedy = own_path(root, "run.json"), f"{RESTORE}, or start anew with another --out"
+    path = own_path(root, "run.json")
+    remedy = f"{RESTORE}, or start anew with another --out"
     run = read_json(path, remedy)
     if not isinstance(run, dict) or "format" not in run:
         raise DamagedError(path, "no format", remedy)
@@ -347,7 +348,8 @@ class RunFolder:
 
     def event(self, **fields: Any) -> None:
         """Appends one line to events.jsonl: the fields and the time (UTC)."""
-        path, time = self._ours("events.jsonl"), datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        path = self._ours("events.jsonl")
+        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = (json.dumps({"time": time, **fields}, ensure_ascii=False) + "\n").encode()
         with explained(path, len(line)), open(path, "ab", buffering=0) as file:
             start = file.tell()

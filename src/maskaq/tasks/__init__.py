@@ -30,7 +30,10 @@ __all__ = [
 
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Features())}
 
-FULL_PRECISION, RTN, PTQ, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
+FULL_PRECISION = "full precision"
+RTN = "round to nearest"
+PTQ = "searched ranges"
+CALIBRATED = "maskaq"
 """The models that a run's table compares."""
 
 

@@ -137,7 +137,8 @@ class _Linear(nn.Module):
         x = self.grid(x.unsqueeze(1) if flat else x)
         outputs = []
         for i, weight in enumerate(self.weights):
-            y, bias = x @ weight(), getattr(self, f"bias_{i}")
+            y = x @ weight()
+            bias = getattr(self, f"bias_{i}")
             y = y if bias is None else y + bias
             outputs.append(y.squeeze(1) if flat else y)
         return _Parts(outputs) if len(outputs) > 1 else outputs[0]
@@ -178,15 +179,14 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
             joint = isinstance(parent, AttentionProducts) and child == "qkv"
             setattr(parent, child, _Linear(module, name, parts=3 if joint else 1))
         elif isinstance(module, DeployedConv2d) and isinstance(module.weight, CodedWeight):
-            conv, coded = seen.get_submodule(name), module.weight
+            conv = seen.get_submodule(name)
+            coded = module.weight
             conv.grid = _grid(module.grid, f"{name}.grid")
             conv.weight = _Weight(coded.codes, coded.scale, coded.bits, f"{name}.weight", transposed=False)
         elif isinstance(module, DeployedMatmul):
             product = seen.get_submodule(name)
-            product.a_grid, product.b_grid = (
-                _grid(module.a_grid, f"{name}.a_grid"),
-                _grid(module.b_grid, f"{name}.b_grid"),
-            )
+            product.a_grid = _grid(module.a_grid, f"{name}.a_grid")
+            product.b_grid = _grid(module.b_grid, f"{name}.b_grid")
     return seen
 
 
@@ -248,14 +248,18 @@ def _write_out_placeholders(graph: ir.Graph) -> None:
     for node in list(graph):
         if node.domain == _DOMAIN:
             new = _grid_nodes(graph, node) if node.op_type == "Grid" else _weight_nodes(graph, node)
-            before, after = node.outputs[0], new[-1].outputs[0]
-            after.type, after.shape = before.type, before.shape
+            before = node.outputs[0]
+            after = new[-1].outputs[0]
+            after.type = before.type
+            after.shape = before.shape
             ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
 
 
 def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
     name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
-    x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
+    x = node.inputs[0]
+    scale = _numbers(node.inputs[1])
+    zero = _numbers(node.inputs[2])
     step = _constant(graph, f"{name}.scale", scale)
     zero_point = _constant(graph, f"{name}.zero_point", zero.astype(np.uint8))
     codes = ir.node("QuantizeLinear", [x, step, zero_point], name=f"{name}.quantize")
@@ -321,4 +325,6 @@ def _strip(program: ir.Model) -> None:
     graph.metadata_props.clear()
     program.metadata_props.clear()
     program.opset_imports.pop(_DOMAIN, None)
-    program.producer_name, program.producer_version, graph.name = "maskaq", maskaq.__version__, "maskaq"
+    program.producer_name = "maskaq"
+    program.producer_version = maskaq.__version__
+    graph.name = "maskaq"

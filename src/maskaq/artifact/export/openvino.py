@@ -149,7 +149,8 @@ def _constants(program: "openvino.Model") -> dict[str, np.ndarray]:
     for node in program.get_ops():
         name = node.get_friendly_name()
         if node.get_type_name() == "Constant" and name.endswith((CODES, ".scale")):
-            values, shape = node.get_data(), tuple(node.get_output_shape(0))
+            values = node.get_data()
+            shape = tuple(node.get_output_shape(0))
             if node.get_element_type() == openvino.Type.i4:
                 values = _unpacked(values.view(np.uint8), shape)
             found[name] = values

@@ -85,7 +85,8 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
 @torch.no_grad()
 def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: np.ndarray) -> Verification:
     """What was found in passes that were led, and how the logits of one that was not compare with the model's own."""
-    ours, theirs = model(images), torch.from_numpy(free)
+    ours = model(images)
+    theirs = torch.from_numpy(free)
     return Verification(
         weights=weights,
         sites=len(grids_of(model)),
@@ -172,7 +173,8 @@ def compare_led(model: nn.Module, images: Tensor, codes: dict[str, np.ndarray], 
     Where a grid has no codes the model goes on with its own. A rounding that turned there moves what follows by more
     than float rounding does, so that then `APART` of the codes may differ, by however much.
     """
-    found, whole = Pass(), codes.keys() == grids_of(model).keys()
+    found = Pass()
+    whole = codes.keys() == grids_of(model).keys()
     with torch.no_grad(), _led(model, codes, found, strict=whole):
         ours = model(images)
     if not whole and found.turned > APART * found.codes:
@@ -192,7 +194,8 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
         if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
             raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
         theirs = theirs.view_as(x)
-        steps, ours = x / grid.scale + grid.zero_point, grid.codes(x)
+        steps = x / grid.scale + grid.zero_point
+        ours = grid.codes(x)
         differ = ours != theirs
         if differ.any():
             border = (ours[differ] + theirs[differ]) / 2
@@ -203,7 +206,8 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
                     f"at {name} {int(differ.sum())} of {differ.numel()} codes differ, by up to {jump:.0f}, and not for "
                     f"float rounding: a value is {distance:.1e} steps from the border between its two codes"
                 )
-            found.turned, found.farthest = found.turned + int(differ.sum()), max(found.farthest, distance)
+            found.turned = found.turned + int(differ.sum())
+            found.farthest = max(found.farthest, distance)
         found.codes += theirs.numel()
         return (theirs - grid.zero_point) * grid.scale
 

@@ -152,7 +152,7 @@ def test_a_site_says_how_far_it_rounds_how_much_it_cuts_off_and_what_it_leaves_u
 
 def test_collecting_leaves_the_models_as_they_were(vit):
     opened = results.open_run(vit)
-    models = {"teacher": opened.teacher(), "searched": opened.searched(), "student": opened.calibrated()}
+    models = {"teacher": opened.teacher(), "searched": opened.ptq(), "student": opened.calibrated()}
     before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
     names = {name: [n for n, _ in model.named_modules()] for name, model in models.items()}
     collect.collect(opened.recipe, 0, collect.images_of_rounds(RunFolder.read(vit), opened.recipe), models)
@@ -658,12 +658,12 @@ def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(f
 def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
     real = Synthesizer._make_part
 
-    def ill(self, indices, round, start, attempt):
+    def non_finite(self, indices, round, start, attempt):
         images = real(self, indices, round, start, attempt)
         images[(indices == 0) | ((indices == 4) & (attempt == 0))] = float("nan")
         return images
 
-    monkeypatch.setattr(Synthesizer, "_make_part", ill)
+    monkeypatch.setattr(Synthesizer, "_make_part", non_finite)
     recipe = small_recipe("synthesis.max_lost=0.5", "refresh.every=0")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))

@@ -131,9 +131,9 @@ def _made(config: dict[str, Any]) -> str:
     made, lines = config["made"], ["## How it was made", ""]
     if made.get("command"):
         lines += ["```bash", str(made["command"]), "```", ""]
-    facts = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in _object(made.get("versions")).items())
-    lines += [f"* {key}: {value}" for key, value in facts.items() if value not in (None, "")]
+    entries = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
+    entries["versions"] = ", ".join(f"{name} {version}" for name, version in _object(made.get("versions")).items())
+    lines += [f"* {key}: {value}" for key, value in entries.items() if value not in (None, "")]
     if made.get("recipe"):
         lines.append("* recipe: `made.recipe` in `config.json`")
     lines.append(f"* saved with maskaq {config['maskaq_version']}")

@@ -300,9 +300,9 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
         return f"expected name and args ({error!r})"
     except MaskaqError as error:
         return str(error)
-    facts = geometry(deployed)
-    image = torch.linspace(-2, 2, facts.channels * facts.image_size[0] * facts.image_size[1])
-    image = image.sin().view(1, facts.channels, *facts.image_size)
+    spec = geometry(deployed)
+    image = torch.linspace(-2, 2, spec.channels * spec.image_size[0] * spec.image_size[1])
+    image = image.sin().view(1, spec.channels, *spec.image_size)
     with torch.no_grad():
         same = torch.equal(built(image), deployed(image))
     return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"

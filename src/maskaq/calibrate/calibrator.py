@@ -255,8 +255,8 @@ class Calibrator:
 def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
     """Of sums step by step, the terms that were the first not to be finite."""
     for step in sums:
-        if ill := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
-            return ill
+        if non_finite := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
+            return non_finite
     return []
 
 

@@ -108,7 +108,7 @@ def is_worse(start: float, end: float, noise: float) -> bool:
 
 def held_out_count(recipe: Recipe) -> int:
     """As many images as cost about a hundredth of the run: a step of an image is about six passes, an epoch four."""
-    steps = sum(recipe.steps_in_round(round) for round in range(len(recipe.rounds)))
+    steps = sum(recipe.steps_in_round(round_index) for round_index in range(len(recipe.rounds)))
     passes = recipe.synthesis.images * (6 * steps + 4 * recipe.calibration.epochs)
     return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
 
@@ -116,9 +116,9 @@ def held_out_count(recipe: Recipe) -> int:
 def held_out_images(teacher: nn.Module, count: int, seed: int, purpose: str = "held out") -> Tensor:
     """Dead leaves that no run of this seed starts from, as the model takes them."""
     device = next(teacher.parameters()).device
-    facts = geometry(teacher).to(device)
+    spec = geometry(teacher).to(device)
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(count, device=device)), purpose)
-    return facts.normalise(dead_leaves(keys, facts.channels, *facts.image_size))
+    return spec.normalise(dead_leaves(keys, spec.channels, *spec.image_size))
 
 
 @torch.no_grad()

@@ -139,24 +139,24 @@ def size(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
-def preparation(facts: Geometry) -> str:
+def preparation(geometry: Geometry) -> str:
     """How images are prepared for a model: 224 x 224 pixels, mean 0.5 0.5 0.5, std 0.5 0.5 0.5."""
-    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (facts.mean, facts.std))
-    return f"{facts.image_size[0]} x {facts.image_size[1]} pixels, mean {mean}, std {std}"
+    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (geometry.mean, geometry.std))
+    return f"{geometry.image_size[0]} x {geometry.image_size[1]} pixels, mean {mean}, std {std}"
 
 
-def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
+def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, device: str, out: str) -> Table:
     """What a run will do."""
     scheme = recipe.quantization
     synthesis = recipe.synthesis
     calibration = recipe.calibration
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
+    stored = synthesis.images * len(recipe.rounds) * geometry.channels * math.prod(geometry.image_size)
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
-    gives = f"{facts.classes} classes" if facts.classes else "no classifier: its features are matched"
+    gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
-    table.add_row("input", preparation(facts))
+    table.add_row("input", preparation(geometry))
     table.add_row(
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "

@@ -29,7 +29,7 @@ class Arguments:
 @dataclass(frozen=True)
 class _Inspected:
     layers: "Inspection"
-    facts: "Geometry"
+    geometry: "Geometry"
     title: str
 
 
@@ -48,8 +48,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
-    gives = f"{found.facts.classes} classes" if found.facts.classes else "no classifier (task: features)"
-    console.print(f"{gives}, {preparation(found.facts)}")
+    gives = f"{found.geometry.classes} classes" if found.geometry.classes else "no classifier (task: features)"
+    console.print(f"{gives}, {preparation(found.geometry)}")
     before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")

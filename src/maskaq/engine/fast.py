@@ -43,10 +43,10 @@ class FastEngine(Engine):
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        facts = geometry(model)
+        spec = geometry(model)
         regions = [model.get_submodule(name) for name in _regions(model)]
-        attentions = [model.get_submodule(layer.attention) for layer in facts.layers]
-        embeddings: list[Any] = [conv for conv in map(model.get_submodule, facts.first) if _is_patchwise(conv)]
+        attentions = [model.get_submodule(layer.attention) for layer in spec.layers]
+        embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32

@@ -40,8 +40,8 @@ class FolderImages:
     def files(self) -> list[Path]:
         """The file of each image number. Looked for when first needed: a run that has its images needs no folder."""
         found = image_files(self.recipe.synthesis.folder, self.recipe.synthesis.images)
-        lots = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
-        return [found[place] for place in lots.argsort(stable=True).tolist()]
+        keys = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
+        return [found[place] for place in keys.argsort(stable=True).tolist()]
 
     @cached_property
     def fingerprint(self) -> str | None:
@@ -50,7 +50,7 @@ class FolderImages:
         listed = [f"{file.relative_to(root)} {file.stat().st_size}" for file in sorted(self.files)]
         return hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
 
-    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+    def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, without labels: -1."""
         images = torch.cat([self._read(self.files[number]) for number in indices.tolist()])
         return SyntheticSet(images, torch.full_like(indices, -1), indices)

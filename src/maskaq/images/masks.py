@@ -13,8 +13,8 @@ def top_patches(attention: Tensor, k: int | Tensor) -> Tensor:
 
 def thin(mask: Tensor, keep: int | Tensor, keys: Tensor) -> Tensor:
     """Keep `keep` ones of each row, drawn at random without replacement (m', Eqs. 12-13)."""
-    lots = randomness.uniform(keys, mask.shape[1])  # float32 whatever the mask's dtype: in bfloat16 lots would tie
-    return mask * (_rank(lots + mask) < keep).to(mask.dtype)  # masked patches draw from [1, 2), the others lose
+    draws = randomness.uniform(keys, mask.shape[1])  # float32 whatever the mask's dtype: in bfloat16 draws would tie
+    return mask * (_rank(draws + mask) < keep).to(mask.dtype)  # masked patches draw from [1, 2), the others lose
 
 
 def mask_size(patches: int, fraction: float, start: float, end: float) -> int:

@@ -27,7 +27,7 @@ class ImageSource(Protocol):
     def fingerprint(self) -> str | None:
         """What images depend on besides the student and the seed; None: nothing."""
 
-    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+    def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers; `start` are the same images of the round before, to continue from."""
 
     def shards_at_once(self, missing: int) -> int:

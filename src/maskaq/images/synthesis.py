@@ -79,29 +79,32 @@ class Synthesizer:
         self._buffers: _StepBuffers | None = None
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
-    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+    def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, made anew, or from `start`, the same images of the round before.
 
         Images that end in NaN or Inf are made once more from other randomness; those lost again are left out.
         """
         indices = indices.to(self.device)
-        images, finite = self._make(indices, round, start, attempt=0)
+        images, finite = self._make(indices, round_index, start, attempt=0)
         if not finite.all():
-            ill = ~finite
+            non_finite = ~finite
             trajectory = self.trajectory
             self.progress.note(
-                f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
+                f"images {indices[non_finite].tolist()} of round {round_index} became NaN or Inf: made again from "
+                "another seed"
             )
-            images[ill], finite[ill] = self._make(indices[ill], round, None, attempt=1)
-            if not ill[0]:
+            images[non_finite], finite[non_finite] = self._make(indices[non_finite], round_index, None, attempt=1)
+            if not non_finite[0]:
                 self.trajectory = trajectory
             elif not finite[0]:
                 self.trajectory = None
         if not finite.all():
             if self.blamed is None:
-                self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round)
+                self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round_index)
             why = f"; {self.blamed}" if self.blamed else ""
-            self.progress.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
+            self.progress.note(
+                f"images {indices[~finite].tolist()} of round {round_index} are lost: NaN or Inf twice{why}"
+            )
         pixels = self.geometry.pixels(images[finite])
         kept = indices[finite]
         return SyntheticSet(to_bytes(pixels), self._targets(kept), kept).to("cpu")
@@ -157,15 +160,17 @@ class Synthesizer:
         finally:
             self.progress = progress
 
-    def _make(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> tuple[Tensor, Tensor]:
+    def _make(
+        self, indices: Tensor, round_index: int, start: SyntheticSet | None, attempt: int
+    ) -> tuple[Tensor, Tensor]:
         """Normalised images and which of them are finite; halves the batch when the GPU's memory does not hold it."""
         while True:
             try:
-                made, trajectories = [], []
+                parts, trajectories = [], []
                 for part in indices.split(self.batch):
-                    made.append(self._make_part(part, round, start, attempt))
+                    parts.append(self._make_part(part, round_index, start, attempt))
                     trajectories.append(self.trajectory)
-                images = torch.cat(made)
+                images = torch.cat(parts)
                 self.trajectory = trajectories[0]
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
@@ -176,31 +181,31 @@ class Synthesizer:
                 torch.cuda.empty_cache()
                 self.progress.note(f"out of GPU memory: synthesis goes on with batches of {self.batch}")
 
-    def _make_part(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> Tensor:
-        keys = self._keys(indices, round, attempt)
+    def _make_part(self, indices: Tensor, round_index: int, start: SyntheticSet | None, attempt: int) -> Tensor:
+        keys = self._keys(indices, round_index, attempt)
         images = self._start(randomness.fold(keys, "start"))
         if start is not None:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
-        steps = self.recipe.steps_in_round(round)
-        way = {0: images[0]}
+        steps = self.recipe.steps_in_round(round_index)
+        snapshots = {0: images[0]}
         if steps:
             labels = self._targets(indices)
-            images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
+            images, snapshots = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round_index))
         else:  # nothing to optimise: what they start from are the images
             self.curves = []
             self.progress.advance(len(images))
-        points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()
-        self.trajectory = Trajectory(int(indices[0]), points, list(way))
+        frames = to_bytes(self.geometry.pixels(torch.stack(list(snapshots.values())))).cpu()
+        self.trajectory = Trajectory(int(indices[0]), frames, list(snapshots))
         return images
 
     def _targets(self, indices: Tensor) -> Tensor:
         return self.task.targets(indices, self.geometry.classes)
 
-    def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
+    def _keys(self, indices: Tensor, round_index: int, attempt: int) -> Tensor:
         """What all randomness of these images in this round comes from."""
-        return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round), attempt)
+        return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round_index), attempt)
 
     def _start(self, keys: Tensor) -> Tensor:
         """What images are before their first step, normalised."""
@@ -217,18 +222,18 @@ class Synthesizer:
         buffers.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
         points = []
-        way = {0: buffers.images.detach()[0].clone()}
+        snapshots = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
             for step in range(steps):
                 buffers.advance()
                 if step in logged:
-                    way[step + 1] = buffers.images.detach()[0].clone()
+                    snapshots[step + 1] = buffers.images.detach()[0].clone()
                     points.append((step, {name: x[: len(images)].mean() for name, x in buffers.parts.items()}))
                 self.progress.advance(len(images))
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]
-        return buffers.images.detach()[: len(images)].clone(), way
+        return buffers.images.detach()[: len(images)].clone(), snapshots
 
     @contextmanager
     def _models_ready(self) -> Iterator[None]:
@@ -240,18 +245,18 @@ class Synthesizer:
             received = f"{self.config.map}_received"
             needs = self.objective.needs
             more = {"heads": "heads", "received": "probs_received"}
-            heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
-            self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
+            points = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
+            self.seen = stack.enter_context(taps(self.teacher, *points))  # type: ignore[arg-type]
             self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
             yield
 
-    def _blame(self, indices: Tensor, round: int) -> str:
+    def _blame(self, indices: Tensor, round_index: int) -> str:
         """What to do about the terms of the user's that lose these images: made once more, looking at every step."""
-        steps = self.recipe.steps_in_round(round)
-        keys = self._keys(indices, round, attempt=1)
+        steps = self.recipe.steps_in_round(round_index)
+        keys = self._keys(indices, round_index, attempt=1)
         if not self.objective.own or not steps:
             return ""
-        schedule = self._schedule(steps, self.recipe.lr_in_round(round))
+        schedule = self._schedule(steps, self.recipe.lr_in_round(round_index))
         buffers = _StepBuffers(
             len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device
         )
@@ -261,15 +266,17 @@ class Synthesizer:
             for _ in range(steps):
                 now = buffers.now()
                 values = self.objective.weighted(self._view(buffers, randomness.fold(buffers.keys, buffers.step), now))
-                ill = [name for name, value in values.items() if not torch.isfinite(value).all()]
+                non_finite = [name for name, value in values.items() if not torch.isfinite(value).all()]
                 gradients = {
                     name: torch.autograd.grad(value.sum(), buffers.images, retain_graph=True)[0]
                     for name, value in values.items()
                     if value.requires_grad
                 }
-                ill = ill or [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
-                if ill:
-                    return self.objective.blame(ill)
+                non_finite = non_finite or [
+                    name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()
+                ]
+                if non_finite:
+                    return self.objective.blame(non_finite)
                 buffers.images.grad = torch.stack(list(gradients.values())).sum(dim=0)
                 buffers.descend(now["lr"])
         return ""
@@ -367,16 +374,16 @@ class Synthesizer:
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
-    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round: int) -> tuple[GridMasks, GridMasks]:
+    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round_index: int) -> tuple[GridMasks, GridMasks]:
         """The informative region m and the thinned mask m' of the images of these numbers, at the last step of a round.
 
         Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
         finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
         """
-        steps = max(1, self.recipe.steps_in_round(round))
+        steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
         whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
-        keys = randomness.fold(self._keys(indices, round, attempt=0), torch.tensor([steps - 1]))
+        keys = randomness.fold(self._keys(indices, round_index, attempt=0), torch.tensor([steps - 1]))
         return self._masks(attention, whole, keys), self._masks(attention, now, keys)
 
     @torch.no_grad()

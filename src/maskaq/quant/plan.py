@@ -99,8 +99,8 @@ def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
     """`first_last` as rules: the patch embedding and the classifier."""
     if scheme.first_last == "same":
         return []
-    facts = geometry(teacher)
-    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*facts.first, *facts.last)]
+    spec = geometry(teacher)
+    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*spec.first, *spec.last)]
 
 
 def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:

@@ -139,11 +139,13 @@ def cluster(features: Tensor, k: int, seed: int = 0, starts: int = 8, steps: int
     if k < 1 or not rows.isfinite().all():
         raise ValueError(f"clusters are of finite features and at least one: got k = {k}")
     weights = counts.double()
-    lots = randomness.uniform(randomness.fold(randomness.image_keys(seed, torch.arange(starts)), "cluster"), k).double()
+    draws = randomness.uniform(
+        randomness.fold(randomness.image_keys(seed, torch.arange(starts)), "cluster"), k
+    ).double()
     best = torch.zeros(len(rows), dtype=torch.int64)
     least = math.inf
-    for lot in lots:
-        centres = _spread(rows, weights, min(k, len(rows)), lot)
+    for draw in draws:
+        centres = _spread(rows, weights, min(k, len(rows)), draw)
         nearest = _distances(rows, centres).argmin(1)
         for _ in range(steps):
             mass = torch.zeros(len(centres), dtype=torch.float64).index_add_(0, nearest, weights)
@@ -159,13 +161,13 @@ def cluster(features: Tensor, k: int, seed: int = 0, starts: int = 8, steps: int
     return best.unique(return_inverse=True)[1][place]
 
 
-def _spread(rows: Tensor, weights: Tensor, k: int, lots: Tensor) -> Tensor:
+def _spread(rows: Tensor, weights: Tensor, k: int, draws: Tensor) -> Tensor:
     """k-means++: each centre is drawn with probability proportional to the squared distance from those before."""
     chosen: list[int] = []
     distance = torch.ones_like(weights)
-    for lot in lots[:k]:
+    for draw in draws[:k]:
         mass = (weights * distance).cumsum(0)
-        chosen.append(min(int(torch.searchsorted(mass, lot * mass[-1], right=True)), len(rows) - 1))
+        chosen.append(min(int(torch.searchsorted(mass, draw * mass[-1], right=True)), len(rows) - 1))
         distance = _distances(rows, rows[chosen]).amin(1)
     return rows[chosen]
 

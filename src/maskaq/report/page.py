@@ -272,15 +272,15 @@ def _trajectories(record: Record) -> list[dict[str, Any]]:
     """One image from its start to final, and over the refreshes."""
     trajectories = []
     shown = {picture["number"]: picture for picture in record.facts["images"]["shown"]}
-    for round in spread(sorted(record.trajectories), _TRAJECTORIES):
-        trajectory = record.trajectories[round]
+    for round_index in spread(sorted(record.trajectories), _TRAJECTORIES):
+        trajectory = record.trajectories[round_index]
         images = thumbnails(trajectory.images, SMALL_SIDE)
         frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, trajectory.steps, strict=True)]
         known = shown.get(trajectory.number)
         whose = f"image #{trajectory.number}" + (
             f" of the grid: {_known_as(record, known)}" if known else ", not in the grid"
         )
-        trajectories.append({"round": round + 1, "whose": whose, "frames": frames})
+        trajectories.append({"round": round_index + 1, "whose": whose, "frames": frames})
     return trajectories
 
 

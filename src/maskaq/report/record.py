@@ -49,8 +49,8 @@ class Record:
     @property
     def kind(self) -> str:
         """What its images are."""
-        made = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
-        return made if self.recipe.data_free else "real"
+        kind = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
+        return kind if self.recipe.data_free else "real"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -147,13 +147,13 @@ class Record:
     def trajectories(self) -> dict[int, Trajectory]:
         """Round -> snapshots of one image's optimisation."""
         found = {}
-        for round in range(len(self.recipe.rounds)):
-            path = self.run.path(TRAJECTORY_FILE.format(round=round))
+        for round_index in range(len(self.recipe.rounds)):
+            path = self.run.path(TRAJECTORY_FILE.format(round=round_index))
             if path.exists():
                 tensors, words = files.read_tensors(path, "delete it: the report does without it")
                 if "number" in words:  # else nobody knows whose way it is
                     steps = [int(step) for step in words["steps"].split()]
-                    found[round] = Trajectory(int(words["number"]), tensors["images"], steps)
+                    found[round_index] = Trajectory(int(words["number"]), tensors["images"], steps)
         return found
 
     # ---- curves
@@ -181,11 +181,11 @@ class Record:
         """Each loss term over the steps of all rounds, averaged over the shards."""
         sums: dict[str, dict[int, list[float]]] = {}
         offsets = self._offsets()
-        for (round, _), event in self._events[0].items():
+        for (round_index, _), event in self._events[0].items():
             for point in event.get("curves", ()):
                 for term, value in point.items():
                     if term != "step":
-                        at = sums.setdefault(term, {}).setdefault(offsets[round] + point["step"], [])
+                        at = sums.setdefault(term, {}).setdefault(offsets[round_index] + point["step"], [])
                         at.append(value)
         return {
             term: Curve(sorted(points), [sum(points[x]) / len(points[x]) for x in sorted(points)], self._marks(offsets))
@@ -198,11 +198,11 @@ class Record:
         config = self.recipe.synthesis
         offsets = self._offsets()
         curve = Curve([], [], self._marks(self._offsets()))
-        for round in sorted({round for round, _ in self._events[0]}):
-            steps = self.recipe.steps_in_round(round)
+        for round_index in sorted({round_index for round_index, _ in self._events[0]}):
+            steps = self.recipe.steps_in_round(round_index)
             for step in sorted({i * (steps - 1) // 99 for i in range(100) if steps}):
-                curve.x.append(offsets[round] + step)
-                curve.y.append(self.recipe.lr_in_round(round) * cosine(step / steps, config.lr_final))
+                curve.x.append(offsets[round_index] + step)
+                curve.y.append(self.recipe.lr_in_round(round_index) * cosine(step / steps, config.lr_final))
         return curve
 
     @cached_property
@@ -224,11 +224,11 @@ class Record:
     def _offsets(self) -> dict[int, int]:
         """First step of each round, counted over all rounds."""
         rounds = range(len(self.recipe.rounds))
-        return {round: sum(self.recipe.steps_in_round(r) for r in range(round)) for round in rounds}
+        return {round_index: sum(self.recipe.steps_in_round(r) for r in range(round_index)) for round_index in rounds}
 
     def _marks(self, offsets: Mapping[int, int]) -> list[float]:
-        there = {round for round, _ in self._events[0]}
-        return [float(offset) for round, offset in offsets.items() if round and round in there]
+        there = {round_index for round_index, _ in self._events[0]}
+        return [float(offset) for round_index, offset in offsets.items() if round_index and round_index in there]
 
 
 def _object(value: Any) -> dict[str, Any]:

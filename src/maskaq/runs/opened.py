@@ -74,11 +74,11 @@ class OpenedRun:
                 f"{self.folder} was made; give the run the file it was made from"
             )
 
-    def nearest(self) -> nn.Module:
+    def rtn(self) -> nn.Module:
         """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
         return self._uncalibrated(self.plan().with_range("minmax"))
 
-    def searched(self) -> nn.Module:
+    def ptq(self) -> nn.Module:
         """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
         return self._uncalibrated(self.plan())
 
@@ -107,7 +107,7 @@ class OpenedRun:
         path = RunFolder.read(self.folder).path(QUANTIZED)
         told = read_config(path)["made"].get("handover") if path.exists() else None
         is_start = isinstance(told, dict) and told.get("kept") == "start"
-        return self.searched() if is_start else self.student()
+        return self.ptq() if is_start else self.student()
 
     @own_torch_modes()
     def student(self) -> nn.Module:
@@ -187,7 +187,7 @@ def compare(
     table: dict[str, Evaluation | str] = {}
     full: Evaluation | None = None
     calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
-    makers = {FULL_PRECISION: run.teacher, RTN: run.nearest, PTQ: run.searched, CALIBRATED: lambda: calibrated}
+    makers = {FULL_PRECISION: run.teacher, RTN: run.rtn, PTQ: run.ptq, CALIBRATED: lambda: calibrated}
     for name, make in makers.items():
         try:
             model = make()
@@ -296,7 +296,7 @@ def _record(
     reasons: dict[str, None] = {}
     try:
         opened = run if isinstance(run, OpenedRun) else open_run(run)
-        for name, make in (("student", opened.handed_over), ("teacher", opened.teacher), ("searched", opened.searched)):
+        for name, make in (("student", opened.handed_over), ("teacher", opened.teacher), ("searched", opened.ptq)):
             try:
                 models[name] = make().to(pick_device(device))
             except MaskaqError as error:

@@ -28,7 +28,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     return picked
 
 
-def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
+def describe_run(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
     """Where and with what a run was made."""
     told = {"source": source, "task": geometry(teacher).task}
     return told | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}

@@ -28,7 +28,7 @@ from maskaq.report import collect
 from maskaq.runs.arguments import check_arguments, identity, up_to_date_identity, whole_number
 from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
-from maskaq.runs.provenance import facts, pick_device
+from maskaq.runs.provenance import describe_run, pick_device
 from maskaq.runs.rounds import fit, restore
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.runfolder import RunFolder
@@ -96,7 +96,7 @@ def quantize(
         return Result(saved_model(out, model).to(device), Path(out))
 
     job = _Job.prepare(teacher.to(device), recipe, out, seed, progress, pick_engine(device, fast, progress))
-    about = facts(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
+    about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
     with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), up_to_date_identity) as run:
         images, history = job.resume(run)
@@ -119,14 +119,14 @@ def _rounds(
     job: "_Job", run: RunFolder, images: StoredImages, history: StudentHistory, checkpoint_seconds: float
 ) -> None:
     """Algorithm 1: make images against the student as it is, fit it to the teacher on them, and again."""
-    for round, epochs in enumerate(job.recipe.rounds):
+    for round_index, epochs in enumerate(job.recipe.rounds):
         if history.epoch >= epochs.stop > 0:
             continue  # an earlier call finished this round
-        synthetic = images.of_round(round)  # lines 2-7, or read from the folder
+        synthetic = images.of_round(round_index)  # lines 2-7, or read from the folder
         if history.epoch == 0:
             first = range_images(job.teacher, synthetic, job.recipe)
             init_ranges_(job.student, first, job.recipe.quantization)
-        fit(run, job.stage, history, images, synthetic, round, checkpoint_seconds)  # lines 8-11
+        fit(run, job.stage, history, images, synthetic, round_index, checkpoint_seconds)  # lines 8-11
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, re
     recipe = job.recipe
     one_pass = collect.seconds_per_pass(job.student)
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
-    for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
+    for round_index, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
-            there = len(run.shards(round)) * recipe.synthesis.batch / recipe.synthesis.images
-            steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
+            there = len(run.shards(round_index)) * recipe.synthesis.batch / recipe.synthesis.images
+            steps += recipe.steps_in_round(round_index) * max(0.0, 1 - there)
     one_step = job.source.seconds_per_image_step() or 5 * one_pass
     seconds = one_step * recipe.synthesis.images * steps
     if not only_images:

@@ -115,7 +115,7 @@ def _digest_of_json(tree: Any) -> str:
 def _read_run(root: Path) -> dict[str, Any]:
     """The content of run.json, checked to be of our format and as it was written."""
     path = own_path(root, "run.json")
-    remedy = f"{RESTORE}, or start anew with another --out"
+    remedy = f"{RESTORE}, or start a new run with another --out"
     run = read_json(path, remedy)
     if not isinstance(run, dict) or "format" not in run:
         raise DamagedError(path, "no format", remedy)
@@ -368,26 +368,26 @@ class RunFolder:
 
     # ---- shards of images
 
-    def shards(self, round: int) -> list[int]:
+    def shards(self, round_index: int) -> list[int]:
         """The numbers of the shards of a round that are there; `load_shard` says whether they are sound."""
-        folder = self.path(f"images/round_{round:02d}")
+        folder = self.path(f"images/round_{round_index:02d}")
         found = [match for name in (os.listdir(folder) if folder.is_dir() else ()) if (match := _SHARD.fullmatch(name))]
         return sorted(int(match[1]) for match in found)
 
     def seal_shard(
-        self, round: int, shard: int, tensors: Mapping[str, Tensor], student: str = "", lost: Sequence[int] = ()
+        self, round_index: int, shard: int, tensors: Mapping[str, Tensor], student: str = "", lost: Sequence[int] = ()
     ) -> bytes:
         """The file of a shard: tensors that share their first dimension, and what they are."""
-        about = {"run": self.digest, "round": round, "shard": shard, "student": student, "lost": list(lost)}
+        about = {"run": self.digest, "round": round_index, "shard": shard, "student": student, "lost": list(lost)}
         return seal(tensors, {"shard": json.dumps(about, sort_keys=True)})
 
-    def write_shard(self, round: int, shard: int, sealed: bytes) -> None:
+    def write_shard(self, round_index: int, shard: int, sealed: bytes) -> None:
         """Puts what `seal_shard` gave into its place."""
-        write_bytes_atomic(self._ours(_shard_name(round, shard)), sealed)
+        write_bytes_atomic(self._ours(_shard_name(round_index, shard)), sealed)
 
-    def load_shard(self, round: int, shard: int) -> Shard:
+    def load_shard(self, round_index: int, shard: int) -> Shard:
         """A shard, verified to the bit. RunFolderError if it is not there, DamagedError if it is not as written."""
-        path = self.path(_shard_name(round, shard))
+        path = self.path(_shard_name(round_index, shard))
         data = read_bytes(path)
         tensors, metadata = unseal(data, path, RESTORE)
         if self.format == 1:  # which kept what a shard is in a file beside it
@@ -398,7 +398,7 @@ class RunFolder:
             raise DamagedError(path, "it is no shard of images", RESTORE) from error
         if wrong := misfit(about, {"run": str, "round": int, "shard": int, "student": str, "lost": [int]}):
             raise DamagedError(path, wrong, RESTORE)
-        expected = {"run": self.digest, "round": round, "shard": shard}
+        expected = {"run": self.digest, "round": round_index, "shard": shard}
         if any(about[key] != value for key, value in expected.items()):
             raise DamagedError(path, "it is a shard of another run, or of another place in this one", RESTORE)
         return Shard(tensors, about["student"], about["lost"], digest_of(data))
@@ -452,12 +452,14 @@ class RunFolder:
             raise DamagedError(path, "it is no checkpoint", remedy) from error
         if wrong := misfit(about, {"run": str, "epoch": int, "layout": str, "shards": {"*": [str]}}):
             raise DamagedError(path, wrong, remedy)
-        shards = {int(round): digests for round, digests in about["shards"].items() if round.isdecimal()}
+        shards = {
+            int(round_index): digests for round_index, digests in about["shards"].items() if round_index.isdecimal()
+        }
         found = Checkpoint(about["epoch"], tensors, about["layout"], shards, path)
         if about["run"] != self.digest or found.epoch != number:
             raise DamagedError(path, "it is a checkpoint of another run, or of another epoch", remedy)
         return found
 
 
-def _shard_name(round: int, shard: int) -> str:
-    return f"images/round_{round:02d}/shard_{shard:04d}.safetensors"
+def _shard_name(round_index: int, shard: int) -> str:
+    return f"images/round_{round_index:02d}/shard_{shard:04d}.safetensors"

@@ -21,18 +21,18 @@ REMEDY = "copy it again, or write it anew with `maskaq export`"
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Version, bits, and how images are made ready."""
-    facts, config = geometry(model), data_config(model)
+    spec, config = geometry(model), data_config(model)
     return {
         "version": maskaq.__version__,
         "weight_bits": sorted({m.bits for m in model.modules() if isinstance(m, CodedWeight)}),
         "activation_bits": sorted({m.bits for m in model.modules() if isinstance(m, FixedGrid)}),
-        "input_size": [facts.channels, *facts.image_size],
-        "mean": list(facts.mean),
-        "std": list(facts.std),
+        "input_size": [spec.channels, *spec.image_size],
+        "mean": list(spec.mean),
+        "std": list(spec.std),
         "crop_pct": config["crop_pct"],
         "interpolation": config["interpolation"],
-        "task": facts.task,
-        "classes": facts.classes,
+        "task": spec.task,
+        "classes": spec.classes,
     }
 
 

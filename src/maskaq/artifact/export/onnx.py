@@ -52,12 +52,12 @@ def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] 
         metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
             string is written as JSON.
     """
-    facts = describe(model)
-    program = _traced(_with_placeholders(model), facts["input_size"])
+    description = describe(model)
+    program = _traced(_with_placeholders(model), description["input_size"])
     _merge_transposes(program.graph)
     _fold_score_scale(program.graph)
     _write_out_placeholders(program.graph)
-    return _write(program, file, facts | dict(metadata or {}))
+    return _write(program, file, description | dict(metadata or {}))
 
 
 def export_float(model: nn.Module, file: str | Path) -> Path:
@@ -91,12 +91,12 @@ def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> 
 class _Grid(nn.Module):
     def __init__(self, grid: FixedGrid, name: str) -> None:
         super().__init__()
-        self.facts = {"name": name, "bits": grid.bits}
+        self.attributes = {"name": name, "bits": grid.bits}
         self.register_buffer("scale", grid.scale)
         self.register_buffer("zero_point", grid.zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _placeholder("Grid", (x, self.scale, self.zero_point), self.facts, x.shape)
+        return _placeholder("Grid", (x, self.scale, self.zero_point), self.attributes, x.shape)
 
 
 class _Weight(nn.Module):
@@ -106,12 +106,12 @@ class _Weight(nn.Module):
 
     def __init__(self, codes: Tensor, scale: Tensor, bits: int, name: str, transposed: bool) -> None:
         super().__init__()
-        self.facts = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
+        self.attributes = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
         self.register_buffer("codes", codes.t().contiguous() if transposed else codes)
         self.register_buffer("scale", scale)
 
     def forward(self) -> Tensor:
-        return _placeholder("Weight", (self.codes, self.scale), self.facts, self.codes.shape)
+        return _placeholder("Weight", (self.codes, self.scale), self.attributes, self.codes.shape)
 
 
 class _Linear(nn.Module):
@@ -162,8 +162,10 @@ class _Parts:
         return self.parts
 
 
-def _placeholder(kind: str, tensors: tuple[Any, ...], facts: dict[str, Any], shape: Sequence[int]) -> Tensor:
-    return torch.onnx.ops.symbolic(f"{_DOMAIN}::{kind}", tensors, facts, dtype=torch.float32, shape=shape, version=1)
+def _placeholder(kind: str, tensors: tuple[Any, ...], attributes: dict[str, Any], shape: Sequence[int]) -> Tensor:
+    return torch.onnx.ops.symbolic(
+        f"{_DOMAIN}::{kind}", tensors, attributes, dtype=torch.float32, shape=shape, version=1
+    )
 
 
 def _grid(grid: nn.Module, name: str) -> nn.Module:

@@ -156,9 +156,9 @@ def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, op
     names = list(grids_of(model))
     watched = onnx.ModelProto()
     watched.CopyFrom(proto)
-    made = {output for node in proto.graph.node for output in node.output}
+    known = {output for node in proto.graph.node for output in node.output}
     for name in names:
-        if name + CODES not in made:
+        if name + CODES not in known:
             raise ExportError(f"it has no tensor '{name}{CODES}' of the grid {name}")
         watched.graph.output.append(onnx.ValueInfoProto(name=name + CODES))
     watched = onnx.shape_inference.infer_shapes(watched)

@@ -33,12 +33,13 @@ from maskaq.runs import opened as results
 from maskaq.runs import quantize as run
 from maskaq.storage import files, runfolder
 from maskaq.storage.runfolder import RunFolder
-from maskaq.tasks import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN
+from maskaq.tasks.classification import EvalResult
 
 quantize = partial(run.quantize, device="cpu")
 FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}
 SECTIONS = ["overview", "images", "attention", "curves", "layers", "information", "recipe"]
-TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), NEAREST: EvalResult(31.5, 70, 200)}
+TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), RTN: EvalResult(31.5, 70, 200)}
 TABLE |= {CALIBRATED: EvalResult(79.5, 95, 200)}
 
 
@@ -513,7 +514,7 @@ def test_information_has_its_sentence_and_its_table(own):
     assert "| I(z_p; y) | 1.25 | nats that P's prediction says of the class \\| in bits: 1.8 |\n" in markdown
 
 
-# ---- images that were not dreamt up
+# ---- images that were not synthesised
 
 
 @pytest.fixture(scope="module")
@@ -557,14 +558,14 @@ def test_without_labels_information_says_that_it_needs_them(unlabelled, kind):
 
 
 def test_a_page_says_where_its_images_come_from(unlabelled, vit, pictures, tmp_path):
-    real, noise, dreamt = (read_page(folder) for folder in (unlabelled["real"], unlabelled["noise"], vit))
+    real, noise, synthetic = (read_page(folder) for folder in (unlabelled["real"], unlabelled["noise"], vit))
     for text in real:
-        assert f"REAL images of {pictures}" in text and "NOT data-free" in text and "dreamt" not in text
+        assert f"REAL images of {pictures}" in text and "NOT data-free" in text and "synthesised" not in text
     assert "data-free quantization" not in real[0]
     for text in noise:
-        assert "Gaussian noise" in text and "dreamt" not in text and "NOT data-free" not in text
-    for text in dreamt:
-        assert "dreamt up" in text and "NOT data-free" not in text
+        assert "Gaussian noise" in text and "synthesised" not in text and "NOT data-free" not in text
+    for text in synthetic:
+        assert "synthesised from the model itself" in text and "NOT data-free" not in text
     for text in read_page(vit, unlabelled["real"], unlabelled["noise"], out=tmp_path / "all.html"):
         assert "(2) is calibrated on 8 REAL images" in text and "(3) is made from 8 images of Gaussian noise" in text
 
@@ -635,7 +636,7 @@ def test_time_is_not_zero_where_it_was_not_recorded(own):
 def test_events_and_figures_that_are_not_whole_are_left_out(own):
     with (own / "events.jsonl").open("a") as file:
         file.write('{"stage": "calibrate"}\n3\n{"stage": "synthesize", "round": 0}\n')
-    (own / "metrics.json").write_text(json.dumps({"accuracy": {CALIBRATED: {"top1": 3.0}, NEAREST: "gone"}}))
+    (own / "metrics.json").write_text(json.dumps({"accuracy": {CALIBRATED: {"top1": 3.0}, RTN: "gone"}}))
     html, markdown = read_page(own)
     assert "Not evaluated yet" in html and "Not evaluated yet" in markdown
 

@@ -1,4 +1,4 @@
-"""How fast synthesis and calibration run here: microseconds per image and step, set-up, memory, and what the floor is.
+"""Benchmark synthesis and calibration: microseconds per image and step, set-up time, memory, and a lower bound.
 
 Random weights and images serve: the arithmetic does not depend on them.
 """
@@ -76,7 +76,7 @@ def bench(
     steps: int = 20,
     repeats: int = 5,
 ) -> Iterator[Timing]:
-    """Timings of both stages for an exposed model. A batch of 0: what a run of the recipe would take."""
+    """Timings of both stages for an exposed model. A batch of 0 means the batch that a run of the recipe would use."""
     sizes = {"steps": steps, "repeats": repeats}
     yield _synthesis(name, teacher, recipe, engine, batch=batch, **sizes)
     yield _calibration(name, teacher, recipe, engine, batch=calibration_batch or recipe.calibration.batch, **sizes)

@@ -97,16 +97,18 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
         raise PretrainedError(f"{root} cannot be loaded: {error}") from error
     except Exception as error:  # a config that a program wrote can be wrong in more ways than can be listed
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise PretrainedError(f"{root} cannot be loaded: {CONFIG} describes no model of ours ({reason})") from error
+        raise PretrainedError(
+            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
+        ) from error
 
 
 def is_pretrained(folder: str | Path) -> bool:
-    """Whether a folder is meant to be a saved model; `from_pretrained` says whether it is a sound one."""
+    """Whether a folder looks like a saved model; `from_pretrained` checks that it is sound."""
     return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 def saved_digest(folder: str | Path) -> str | None:
-    """SHA-256 of a saved model's weights as its config tells it: which model it is. None where there is none."""
+    """SHA-256 of a saved model's weights, as recorded in its config; None if there is no saved model."""
     try:
         weights = _read_config(Path(folder)).get("weights")
     except PretrainedError:
@@ -152,7 +154,7 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
 
 
 def metrics_to_show(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics with the name of the image folder in place of its path, which is nobody else's business."""
+    """Metrics with the name of the image folder instead of its full path, which is private."""
     return {**metrics, "data": Path(str(metrics.get("data", ""))).name}
 
 
@@ -172,7 +174,7 @@ def as_deployed(model: nn.Module) -> nn.Module:
 
 
 def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All that a folder says about its model, in JSON's own types: what a model loaded from it must say again."""
+    """The config of a model in JSON types; a model loaded from the folder must give the same config."""
     images = data_config(model)
     described = {
         "model_type": "maskaq",
@@ -189,7 +191,7 @@ def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict
 
 
 def _scheme(model: nn.Module) -> dict[str, Any]:
-    """Bits of every site, and what holds for most; null is a tensor that stays in float."""
+    """Bits of every site, and the most common bits; null is a tensor that stays in float."""
     sites = {name: site for name, module in model.named_modules() if (site := _site(module))}
     ends = (*geometry(model).first, *geometry(model).last)
     inner = [site for name, site in sites.items() if name not in ends]
@@ -330,8 +332,8 @@ def _check_size(architecture: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Module | None) -> nn.Module:
-    """The deployed model of a config, filled."""
-    with torch.random.fork_rng(devices=[]):  # building draws weights that nobody will see
+    """Build the deployed model of a config and load its tensors."""
+    with torch.random.fork_rng(devices=[]):  # building draws random weights, which are replaced
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
     record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": model.num_classes}
     record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
@@ -377,7 +379,7 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
 
 
 def _coded(model: nn.Module) -> dict[str, CodedWeight]:
-    """Name of the codes among the model's tensors -> who owns them."""
+    """Name of each tensor of codes in the state dict -> the module that owns it."""
     return {f"{name}.codes": module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
 
 
@@ -440,7 +442,7 @@ def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
 
 
 def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a folder, found to be those that were saved together."""
+    """Config and tensors of a folder, verified to have been saved together."""
     config = _read_config(root)
     path = root / WEIGHTS
     data = _read_bytes(path)
@@ -523,7 +525,7 @@ def _path(folder: Any) -> Path:
 
 
 def _check_replaceable(root: Path) -> None:
-    """Raises for a place where something else is than an earlier saved model."""
+    """Raises if the target exists and is not an earlier saved model."""
     if not os.path.exists(root) or (root.is_dir() and not any(root.iterdir())):
         return
     others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []

@@ -64,7 +64,7 @@ class Calibrator:
         self._looked = -math.inf  # when the loss was last read back
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
-        """One pass over the images, shuffled and augmented anew; returns the mean of each loss term.
+        """One pass over the images, in a new order and with new augmentations; returns the mean of each loss term.
 
         Order and views depend on the epoch's number alone, not on what ran before: a resumed run repeats nothing and
         skips nothing. Epoch 0 sets the pace, where the recipe asks for one.
@@ -101,7 +101,7 @@ class Calibrator:
 
     @torch.no_grad()
     def start_error(self, data: SyntheticSet, images: int = 32) -> float:
-        """How far the student's blocks are from the teacher's, sqrt(block_error): 0 is equal, 1 a constant."""
+        """Relative error of the student's blocks, sqrt(block_error): 0 if equal, 1 if as bad as a constant output."""
         errors = []
         with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
             for part in data.images[:images].split(8):
@@ -128,7 +128,7 @@ class Calibrator:
             group["lr"] = torch.tensor(group["lr"], device=self.device)
 
     def _near(self, data: SyntheticSet) -> SyntheticSet:
-        """The images on the device, if they leave it room; they are the same set for many epochs."""
+        """The images on the device, if they fit; the same set is used for many epochs."""
         if self._data is not data:
             bytes_needed = data.images.numel()
             fits = self.device.type != "cuda" or bytes_needed < torch.cuda.mem_get_info(self.device)[0] // 4
@@ -253,7 +253,7 @@ class Calibrator:
 
 
 def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
-    """Of sums step by step, the terms that were the first not to be finite."""
+    """Names of the loss terms that became non-finite first, from their sums after each step."""
     for step in sums:
         if non_finite := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
             return non_finite
@@ -270,7 +270,7 @@ def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[
 
 
 class _BatchBuffers:
-    """The batch that a step takes. It stays where it is from step to step, so that a step can be replayed."""
+    """Fixed buffers for the batch of a step, so that a captured step can be replayed."""
 
     advance: Callable[[], None]
     """One optimiser step."""

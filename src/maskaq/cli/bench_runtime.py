@@ -90,7 +90,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def _shared_architecture(files: Sequence[str]) -> dict[str, Any]:
-    """Of the one model that the files were made of."""
+    """Architecture of the model that all files were exported from."""
     from maskaq.artifact.export.runtimes import metadata_of
 
     first, *others = files

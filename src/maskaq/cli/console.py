@@ -83,7 +83,7 @@ class ProgressLines(Progress):
         self.total = 0
         self.done = 0
         self.first = 0
-        self.began = self.said = time.monotonic()
+        self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> "ProgressLines":
         return self
@@ -96,17 +96,17 @@ class ProgressLines(Progress):
         self.total = total
         self.done = done
         self.first = done
-        self.began = self.said = time.monotonic()
+        self.began = self.last_line = time.monotonic()
         self.console.print(f"{title}: 0 %" if not done else f"{title}: {100 * done / max(1, total):.0f} % from before")
 
     def advance(self, units: int = 1, **metrics: float) -> None:
-        if not self.title:  # of no stage: there is no line to say
+        if not self.title:  # outside a stage there is nothing to print
             return
         self.done += units
         now = time.monotonic()
-        if now - self.said < SECONDS_BETWEEN_LINES and self.done < self.total:
+        if now - self.last_line < SECONDS_BETWEEN_LINES and self.done < self.total:
             return
-        self.said = now
+        self.last_line = now
         left = (now - self.began) / max(1, self.done - self.first) * max(0, self.total - self.done)
         text = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
         share = 100 * self.done / max(1, self.total)
@@ -146,7 +146,7 @@ def preparation(geometry: Geometry) -> str:
 
 
 def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, device: str, out: str) -> Table:
-    """What a run will do."""
+    """Table of what a run will do."""
     scheme = recipe.quantization
     synthesis = recipe.synthesis
     calibration = recipe.calibration
@@ -195,12 +195,12 @@ def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
 
 
 def _task(rows: dict[str, Evaluation | str]) -> Task:
-    """Of the models in a table."""
+    """The task of the models in a table."""
     return TASKS[next((row.task for row in rows.values() if not isinstance(row, str)), "classification")]
 
 
 def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
-    """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
+    """A sentence: the share of the accuracy lost by round to nearest that calibration recovers."""
     full = rows[FULL_PRECISION]
     rtn = rows[RTN]
     ours = rows[CALIBRATED]
@@ -241,7 +241,7 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
 
 
 def verification(found: "Verification", runtime: str, products: "Products") -> Iterator[str]:
-    """What was compared of a file, in lines."""
+    """The result of a verification, as lines of text."""
     yield (
         f"verified on {found.images} images: the codes of {found.weights} weights are equal, and those of "
         f"{found.sites} activations, {found.codes} compared"

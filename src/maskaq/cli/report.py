@@ -56,7 +56,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def report_of_run(folder: str, console: Console, device: "torch.device") -> None:
-    """The page of a run that went well: a missing library must not make it look like one that failed."""
+    """Write the report of a finished run; a missing library is a note, not a failure of the run."""
     from maskaq.cli import console as draw
     from maskaq.runs.opened import write_report
 

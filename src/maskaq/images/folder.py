@@ -17,8 +17,9 @@ from maskaq.recipe.schema import Recipe
 
 
 class FolderImages:
-    """Image numbers -> images of a folder, cut and resized by timm's transform for the model. To a run it is what a
-    `Synthesizer` is, but it makes nothing and refreshes nothing.
+    """Images of a folder, by number, preprocessed by timm's transform for the model.
+
+    A run uses it like a `Synthesizer`, but nothing is optimised or refreshed.
 
     Which file has which number depends on the seed and the names of the files.
     """
@@ -38,14 +39,14 @@ class FolderImages:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The file of each image number. Looked for when first needed: a run that has its images needs no folder."""
+        """The file of each image number, listed on first use: a run that has stored its images needs no folder."""
         found = image_files(self.recipe.synthesis.folder, self.recipe.synthesis.images)
         keys = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
         return [found[place] for place in keys.argsort(stable=True).tolist()]
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the folder's files: their names and sizes decide which image has which number."""
+        """Digest of the names and sizes of the folder's files, which decide the number of each image."""
         root = Path(self.recipe.synthesis.folder)
         listed = [f"{file.relative_to(root)} {file.stat().st_size}" for file in sorted(self.files)]
         return hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()

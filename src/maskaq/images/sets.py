@@ -56,9 +56,9 @@ class Trajectory:
 
     number: int
     images: Tensor
-    """(points, C, H, W) uint8."""
+    """(snapshots, C, H, W) uint8."""
     steps: list[int]
-    """How many steps were done at each point."""
+    """Number of steps done at each snapshot."""
 
 
 def to_pixels(images: Tensor) -> Tensor:

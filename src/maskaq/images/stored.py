@@ -37,7 +37,7 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
-    """n images of Gaussian noise, the student's first ranges before any image is made."""
+    """n images of Gaussian noise, which set the student's ranges before the first synthesis."""
     spec = geometry(teacher)
     device = next(teacher.parameters()).device
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
@@ -45,7 +45,7 @@ def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
 
 
 def load_images(run: RunFolder, round_index: int, shard: int) -> SyntheticSet:
-    """The images of a stored shard, found to be images; DamagedError for anything else."""
+    """The images of a stored shard; DamagedError if it does not hold valid images."""
     return _as_images(run, round_index, shard, run.load_shard(round_index, shard))
 
 
@@ -77,7 +77,7 @@ def first_images(run: RunFolder, count: int) -> SyntheticSet:
 
 
 def latest_images(run: RunFolder) -> SyntheticSet:
-    """All images of the last round of a finished run, each of which must be there; else of the latest there is."""
+    """The images of the last round: all of them for a finished run, else those of the latest round that has any."""
     recipe = recipe_from_dict(run.identity["recipe"])
     if run.path(QUANTIZED).exists():
         latest = len(recipe.rounds) - 1
@@ -99,7 +99,7 @@ def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Te
 
 
 def first_student(teacher: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int) -> nn.Module:
-    """A student with ranges from noise: what the first images are made against."""
+    """The student with ranges from noise, against which the first images are synthesised."""
     scheme = recipe.quantization
     student = quantized_twin(teacher, scheme, plan)
     init_ranges_(student, noise(teacher, scheme.range_images, seed), scheme)
@@ -123,7 +123,7 @@ class StudentHistory:
 
     @contextmanager
     def at_start_of(self, round_index: int) -> Iterator[None]:
-        """Inside, the student is what it was when the round began."""
+        """Context in which the student has the weights it had when the round began."""
         if self._is_at_start_of(round_index):
             yield
             return
@@ -137,7 +137,7 @@ class StudentHistory:
             self.student.load_state_dict(now)
 
     def digest_at_start_of(self, round_index: int) -> str | None:
-        """None where that student is not known any more."""
+        """Digest of the student as the round began; None if that student is no longer known."""
         state = self.student.state_dict() if self._is_at_start_of(round_index) else self._start_of(round_index)
         if state is None:
             return None
@@ -218,7 +218,7 @@ class StoredImages:
         return _as_images(self.run, round_index, shard, found)
 
     def _find(self, round_index: int, shard: int) -> Shard | None:
-        """A shard that is there and is the run's; None for one to be made."""
+        """A stored shard that belongs to this run; None if it has to be made."""
         if shard not in self.run.shards(round_index):
             return None
         try:
@@ -267,7 +267,7 @@ class StoredImages:
         return new
 
     def _check_source(self, round_index: int) -> None:
-        """RunFolderError if other images than those of the round's other shards would be made: a folder has changed."""
+        """RunFolderError if the image folder has changed since the round's other shards were read from it."""
         if self.source.fingerprint is None:
             return
         for shard in self.run.shards(round_index):

@@ -1,4 +1,4 @@
-"""Dream up images: optimise pixels, from noise or leaves, until P and Q say what the objective asks (Sec. 2.1-2.3)."""
+"""Synthesise images: optimise pixels, from noise or dead leaves, for an objective of P and Q (Sec. 2.1-2.3)."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from maskaq.shapes import Geometry
 from maskaq.tasks import task_of
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
-_LOOKED_AT = 4  # lost images that are made once more to see which term they were lost to
+_LOOKED_AT = 4  # lost images that are repeated to find the term that caused it
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
 GridMasks = dict[tuple[int, int], Tensor]
@@ -44,7 +44,7 @@ class Synthesizer:
 
     stage = "synthesize"
     fingerprint: str | None = None
-    """What images come from besides the student: nothing."""
+    """Images depend on nothing besides the student and the seed."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Synthesizer:
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
     def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
-        """Images of the given numbers, made anew, or from `start`, the same images of the round before.
+        """Synthesise the images of these numbers, from scratch or from `start`, the same images of the round before.
 
-        Images that end in NaN or Inf are made once more from other randomness; those lost again are left out.
+        Images that become NaN or Inf are made once more with another seed; those that fail again are left out.
         """
         indices = indices.to(self.device)
         images, finite = self._make(indices, round_index, start, attempt=0)
@@ -150,7 +150,7 @@ class Synthesizer:
         return seconds / (count * steps)
 
     def trial(self, count: int, steps: int) -> None:
-        """Some steps of some images that nobody wants, to time them or to see what memory they take."""
+        """Run some steps on throw-away images, to measure their time or memory."""
         progress = self.progress
         self.progress = Progress()
         try:
@@ -204,11 +204,11 @@ class Synthesizer:
         return self.task.targets(indices, self.geometry.classes)
 
     def _keys(self, indices: Tensor, round_index: int, attempt: int) -> Tensor:
-        """What all randomness of these images in this round comes from."""
+        """(B,) random keys of these images in this round."""
         return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round_index), attempt)
 
     def _start(self, keys: Tensor) -> Tensor:
-        """What images are before their first step, normalised."""
+        """The initial images, normalised."""
         shape = self.geometry.channels, *self.geometry.image_size
         if self.config.start == "dead_leaves":
             return self.geometry.normalise(dead_leaves(keys, *shape))
@@ -217,7 +217,7 @@ class Synthesizer:
     def _optimise(
         self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Algorithm 1, lines 2-6. Gives the images, and the first of them after some numbers of steps."""
+        """Algorithm 1, lines 2-6. Returns the images, and snapshots of the first one by number of steps."""
         buffers = self._buffers_for(len(images))
         buffers.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
@@ -237,7 +237,7 @@ class Synthesizer:
 
     @contextmanager
     def _models_ready(self) -> Iterator[None]:
-        """Around steps: the student held still, both models run the engine's way and listened to."""
+        """Context for steps: the student frozen, both models on the engine, with taps on their attention."""
         with ExitStack() as stack:
             stack.enter_context(frozen(self.student, self._weight_cache))
             for model in (self.teacher, self.student):
@@ -251,7 +251,7 @@ class Synthesizer:
             yield
 
     def _blame(self, indices: Tensor, round_index: int) -> str:
-        """What to do about the terms of the user's that lose these images: made once more, looking at every step."""
+        """Advice about user-defined terms that make these images non-finite, found by repeating their steps."""
         steps = self.recipe.steps_in_round(round_index)
         keys = self._keys(indices, round_index, attempt=1)
         if not self.objective.own or not steps:
@@ -282,14 +282,14 @@ class Synthesizer:
         return ""
 
     def _buffers_for(self, count: int) -> "_StepBuffers":
-        """Buffers with room for so many images. Those that a replay is bound to serve every later batch that fits."""
+        """Buffers for this many images. A captured step reuses its buffers for every later batch that fits."""
         buffers = self._buffers
         if (
             buffers is None
             or len(buffers.labels) < count
             or (len(buffers.labels) != count and not self.engine.captures)
         ):
-            self._buffers = None  # frees its memory before the next one takes some
+            self._buffers = None  # frees its memory before the next one is allocated
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
             buffers = _StepBuffers(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
             buffers.advance = self.engine.repeated(partial(self._step, buffers))
@@ -297,7 +297,7 @@ class Synthesizer:
         return buffers
 
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
-        """Whatever changes from step to step, for every step."""
+        """Name -> value at every step, of everything that changes over the steps."""
         config = self.config
         grids = {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
         roll = round(config.roll * min(self.geometry.image_size))
@@ -314,13 +314,13 @@ class Synthesizer:
         return schedule
 
     def _step(self, buffers: "_StepBuffers") -> None:
-        """One step of every image on the buffers. Nothing here waits for the device: a CUDA graph can hold it."""
+        """One step of all images in the buffers. It never waits for the device, so a CUDA graph can capture it."""
         now = buffers.now()
         keys = randomness.fold(buffers.keys, buffers.step)
         total, parts = self.objective(self._view(buffers, keys, now))
         self.objective.check_gradient(total, "the images")
         (gradient,) = torch.autograd.grad(total.sum(), buffers.images)
-        buffers.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
+        buffers.images.grad = gradient.contiguous()  # the fused Adam ignores strides
         buffers.descend(now["lr"])
         buffers.parts = parts
 
@@ -364,7 +364,7 @@ class Synthesizer:
         return jittered
 
     def _region(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a view says of regions: one of each image's, another at each step, seen as an image of its own."""
+        """The region fields of a view: a random region of each image, enlarged and classified by the teacher."""
         found = regions(buffers.keys, buffers.labels, self.geometry.classes)
         keys = randomness.fold(keys, "region")
         chosen = (randomness.uniform(keys) * found.count).long()
@@ -400,10 +400,10 @@ class Synthesizer:
 
 
 class _StepBuffers:
-    """What a step reads and writes: tensors that stay where they are from batch to batch, so a step can be replayed.
+    """The tensors that a step reads and writes, at fixed addresses, so that a captured step can be replayed.
 
     Args:
-        schedule: the longest there will be; it gives the names.
+        schedule: the longest schedule of the run; its names are those of all schedules.
     """
 
     advance: Callable[[], None]
@@ -433,7 +433,7 @@ class _StepBuffers:
 
     @torch.no_grad()
     def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:
-        """Begin with other images. A buffers with more room than images repeats the last one."""
+        """Start a new batch. If the buffers hold more images than given, the last one is repeated."""
         places = torch.arange(len(self.labels), device=images.device).clamp(max=len(images) - 1)
         self.images.copy_(images[places].clamp(self.low, self.high))
         self.labels.copy_(labels[places])
@@ -451,7 +451,7 @@ class _StepBuffers:
 
     @torch.no_grad()
     def descend(self, lr: Tensor) -> None:
-        """Adam along the gradient, inside the range of pixels."""
+        """One Adam step, clamped to the range of pixels."""
         self.adam.param_groups[0]["lr"].copy_(lr)
         self.adam.step()
         self.images.clamp_(self.low, self.high)

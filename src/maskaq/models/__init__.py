@@ -1,4 +1,4 @@
-"""The only room that knows architectures: turns a timm model into one common form.
+"""Turn a timm model into one common form. No other package knows about architectures.
 
 In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry`
 says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
@@ -82,7 +82,7 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
 
 
 def _drop_nothing(model: nn.Module) -> None:
-    """Take out what only training drops. In eval mode it does nothing, but its rates would make equal blocks differ."""
+    """Remove dropout and drop path. They do nothing in eval mode, but their rates would make equal blocks differ."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, (DropPath, nn.Dropout)):

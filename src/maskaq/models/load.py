@@ -240,7 +240,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """ModelError with the nearest names unless timm has this one."""
+    """ModelError with the closest names unless timm has this one."""
     if not isinstance(name, str):
         raise ModelError(f"model: expected the name of a model such as deit_tiny_patch16_224, got {name!r}")
     if name.lower().endswith(SUFFIXES):
@@ -337,7 +337,7 @@ def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
 
 @contextmanager
 def _hub_or_cache() -> Iterator[None]:
-    """Inside, the Hugging Face hub is read from its local cache alone if it cannot be reached.
+    """Context in which the Hugging Face hub's local cache is used if the hub cannot be reached.
 
     huggingface_hub tries each file six times with growing pauses, which takes most of a minute without a network.
     """
@@ -854,7 +854,7 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     are undone and thereby reported, but for the sizes of keys that end as one of `resizable` does.
     """
     try:
-        with warnings.catch_warnings():  # timm's and torch's, of how they resample; that they did is told by `_fill`
+        with warnings.catch_warnings():  # timm's and torch's, of how they resample; `_fill` reports that they did
             warnings.simplefilter("ignore", UserWarning)
             if isinstance(model, swin_transformer.SwinTransformer):
                 renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
@@ -982,7 +982,7 @@ def _extent(state: Mapping[str, Tensor]) -> list[int | None]:
 
 
 def _looks_like(state: Mapping[str, Tensor]) -> str:
-    """The family that a state dict's keys speak of; empty if none."""
+    """The family that the keys of a state dict point to; empty if none."""
     if any(key.endswith("relative_position_bias_table") and key.startswith("layers.") for key in state):
         return "a Swin"
     if "dist_token" in state:

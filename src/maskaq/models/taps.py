@@ -1,4 +1,4 @@
-"""Listen to a model's attention without changing it, for as long as a `with` lasts."""
+"""Record a model's attention without changing the model, inside a `with` block."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The quantized model as it leaves the trainer: integer weight codes, fixed grids, plain torch operations.
+"""The deployed form of a quantized model: integer weight codes, fixed grids, plain torch operations.
 
 `maskaq.quant.twin.deploy` turns a calibrated student into a module with the same module names and, bit for bit, the
 same outputs. It holds no full-precision weight where it has codes, and needs none of the training code.
@@ -179,7 +179,7 @@ def _weight(layer: QuantLinear | QuantConv2d) -> nn.Module:
 
 
 def _refuse_other_grids(quantizer: Quantizer) -> None:
-    """A quantizer with a grid of its own has no code of ours that computes it."""
+    """ModelError for a quantizer with a custom grid, which the deployed layers cannot compute."""
     if type(quantizer).dequantize is not Quantizer.dequantize:
         raise ModelError(
             f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has its own grid; only uniform grids "

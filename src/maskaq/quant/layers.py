@@ -1,4 +1,4 @@
-"""Quantized layers: subclasses that override only `forward`, with `from_float` as the door in."""
+"""Quantized layers: subclasses that override only `forward`, built by `from_float`."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,7 +7,7 @@ from maskaq.models.products import Matmul
 
 
 class QuantWeightMixin:
-    """A layer with a quantized weight, which can be held while only activations change (synthesis, evaluation)."""
+    """A layer with a quantized weight, which can be cached while weights are constant (synthesis, evaluation)."""
 
     weight: Tensor
     weight_quantizer: nn.Module

@@ -1,4 +1,4 @@
-"""The quantization plan: every tensor that is quantized, at how many bits, by which quantizer. One list decides.
+"""The quantization plan: a list of every tensor that is quantized, with its bits and quantizer.
 
 A plan is built from a recipe: its bits and quantizers hold for every site, then its rules are applied in order, and the
 last rule that matches a site wins. The student, its ranges, the saved model, exports and reports follow the plan.
@@ -41,7 +41,7 @@ class QuantPlan:
         return QuantPlan({n: replace(site, bits=bits.get(n, site.bits)) for n, site in self.sites.items()})
 
     def with_range(self, method: str) -> "QuantPlan":
-        """The plan with one way to find every first range."""
+        """The plan with one range method for all sites."""
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

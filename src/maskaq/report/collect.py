@@ -1,6 +1,6 @@
-"""What a report needs of the models: predictions, attention, sites and sensitivity on some of the synthetic images.
+"""Collect what a report needs from the models: predictions, attention, sites and sensitivity on synthetic images.
 
-Collected once, when a run has ended and its models are at hand: the page can be made later, from the folder alone.
+This happens once, at the end of a run, while its models are in memory: later the folder alone is enough.
 """
 
 import math
@@ -75,12 +75,12 @@ _FORM = {
     "sensitivity?": [{"layer": str, "kl": float, "agreement": float}],
     "information?": {"*": {"value": float, "meaning": str}},
 }
-"""What the facts are, as far as a page computes with them. "x?" may be absent or null; a float may be null."""
+"""Schema of the facts that a page computes with. "x?" may be absent or null; a float may be null."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """`facts` are plain values, one entry for each part of the page; None is a part that could not be had.
+    """`facts` are plain values, one entry for each part of the page; None is a part that could not be computed.
 
     An image of label -1 was made for no class; P's confidence is then of the class that P itself predicts.
     """
@@ -97,7 +97,7 @@ def collect(
     models: Mapping[str, nn.Module],
     progress: Progress | None = None,
 ) -> Collected:
-    """All that a report says of the models.
+    """Collect all that a report shows of the models.
 
     Args:
         rounds: the first images of each round.
@@ -107,7 +107,7 @@ def collect(
     began = time.monotonic()
     progress = progress or Progress()
     teacher, ptq, student = (models.get(name) for name in ("teacher", "searched", "student"))
-    if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
+    if not recipe.most_steps:  # noise, dead leaves or real images: they have no target class
         rounds = {
             round_index: replace(images, labels=torch.full_like(images.labels, -1))
             for round_index, images in rounds.items()
@@ -136,14 +136,14 @@ def collect(
 
 
 def passes(student: nn.Module, images: int) -> int:
-    """Images that pass a model: all by three of them, and the probes once for each quantized layer."""
+    """Number of forward passes: all images through three models, and the probes once per quantized layer."""
     layers = sum(isinstance(module, QuantWeightMixin | QuantMatmul) for module in student.modules())
     return 3 * min(SAMPLED, images) + (1 + layers) * min(PROBES, images)
 
 
 @torch.no_grad()
 def seconds_per_pass(student: nn.Module) -> float:
-    """Seconds that one image takes to pass the student, from a few."""
+    """Seconds of a forward pass of the student per image, measured on a few images."""
     device = next(student.parameters()).device
     spec = geometry(student)
     few = 4
@@ -156,7 +156,7 @@ def seconds_per_pass(student: nn.Module) -> float:
 
 
 def write(folder: str | Path, collected: Collected) -> None:
-    """Into the run folder; the facts last, as they say that the tensors are there, and which model they are of."""
+    """Write to the run folder; the facts last, as their presence means that the tensors are complete."""
     files.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
     saved = {"saved": saved_digest(Path(folder) / QUANTIZED)}
     files.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts | saved)
@@ -232,12 +232,12 @@ def spread(items: Sequence[int], count: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-# ---- what the models say and attend to
+# ---- predictions and attention
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model made of n images."""
+    """Outputs and attention of a model for n images."""
 
     outputs: Tensor
     """(n, C) logits or features."""
@@ -272,7 +272,7 @@ def _model(teacher: nn.Module) -> Facts:
 
 
 def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, names: list[str]) -> None:
-    """What both models say of the images, beside them: the task knows what that is."""
+    """Add the predictions of both models to the entries of the images, as the task describes them."""
     p, q = seen["teacher"].outputs, seen["student"].outputs
     agreement = {name: task.agreement(p, seen[name].outputs).mean().item() for name in seen}
     pictures |= {"sampled": len(p), "agreement": agreement}
@@ -421,7 +421,7 @@ def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
 def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:
     """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and attention on the sampled images.
 
-    The informative region is told by the attention that the patches of the teacher's last layer receive.
+    The informative region is given by the attention that the patches of the teacher's last layer receive.
     """
     known = labels.cpu() if (labels >= 0).all() else None
     regions = teacher.received["probs"][-1]

@@ -116,7 +116,7 @@ def prediction_information(probs: Tensor) -> Estimate:
 
 
 def chance_information(labels: Tensor, probs: Tensor, seed: int = 0, draws: int = 5) -> float:
-    """The plug-in I(z; y) when labels are shuffled, mean of some draws: what is found where there is nothing."""
+    """The plug-in I(z; y) with shuffled labels, mean of some draws: the value for independent variables."""
     orders = [randomness.permutation(seed, draw, len(labels)) for draw in range(draws)]
     return sum(mutual_information(joint(labels.cpu()[order], probs)) for order in orders) / draws
 

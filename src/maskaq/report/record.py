@@ -1,4 +1,4 @@
-"""What a run folder says of its run, in plain values: figures, curves, images. Needs no model."""
+"""Read a run folder for its report: figures, curves, images, in plain values. Needs no model."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as a page tells it."""
+    """One run, as the report shows it."""
 
     run: RunFolder
     collected: Collected
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """What its images are."""
+        """Kind of its images: synthetic, noise, dead_leaves or real."""
         kind = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
         return kind if self.recipe.data_free else "real"
 
@@ -77,7 +77,7 @@ class Record:
 
     @property
     def command(self) -> str:
-        """What makes the run again."""
+        """The command that repeats the run."""
         source = self.run.source or {}
         if source.get("command"):
             return str(source["command"])
@@ -99,7 +99,7 @@ class Record:
 
     @property
     def task(self) -> Task:
-        """What the model is for; a run of 0.1, which does not tell, is of a classifier."""
+        """The task of the model; runs of 0.1 do not record it and are classifiers."""
         told = self.run.facts.get("task")
         return TASKS.get(told if isinstance(told, str) else "", TASKS["classification"])
 
@@ -110,7 +110,7 @@ class Record:
 
     @property
     def bytes(self) -> tuple[int, int] | None:
-        """Of all weights, in float32 and packed at their bits."""
+        """Bytes of all weights, in float32 and packed at their bits."""
         rows = self.facts.get("sizes")
         if not rows:
             return None
@@ -124,7 +124,7 @@ class Record:
 
     @property
     def handover(self) -> str:
-        """What has to be said if calibration made the model worse; mostly nothing."""
+        """A message if calibration made the model worse, else an empty string."""
         told = _object(_object(self._saved.get("made")).get("handover"))
         try:
             names = {field.name for field in fields(Handover)} - {"seconds", "distance"}
@@ -151,7 +151,7 @@ class Record:
             path = self.run.path(TRAJECTORY_FILE.format(round=round_index))
             if path.exists():
                 tensors, words = files.read_tensors(path, "delete it: the report does without it")
-                if "number" in words:  # else nobody knows whose way it is
+                if "number" in words:  # else it is unknown which image it is
                     steps = [int(step) for step in words["steps"].split()]
                     found[round_index] = Trajectory(int(words["number"]), tensors["images"], steps)
         return found
@@ -168,7 +168,7 @@ class Record:
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """Of each stage and in all; None where the events are not there any more."""
+        """Seconds of each stage and in total; None if the events are missing."""
         shards, epochs = self._events
         named = {"synthesis": [*shards.values()], "calibration": [*epochs.values()]}
         named["all"] = [*shards.values(), *epochs.values()]

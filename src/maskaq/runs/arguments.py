@@ -1,4 +1,4 @@
-"""What `quantize` is asked, checked before any work: its arguments, and what makes a run this run."""
+"""Arguments of `quantize`, checked before any work, and the identity of a run."""
 
 import operator
 from numbers import Real
@@ -16,7 +16,7 @@ from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """What makes a run this run: another of these is another folder."""
+    """The identity of a run: a run with another identity needs another folder."""
     weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
     images = data_config(model)
     preparation = {

@@ -52,7 +52,7 @@ def hand_over(
     keep: str,
     progress: Progress,
 ) -> nn.Module:
-    """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
+    """Save the calibrated student, or the start of calibration if that is the better model; returns what was saved."""
     recipe = recipe_from_dict(run.identity["recipe"])
     seed = run.identity["seed"]
     found = None
@@ -85,7 +85,7 @@ def save_model(
 def collect_report(
     run: RunFolder, recipe: Recipe, seed: int, models: Mapping[str, nn.Module], progress: Progress
 ) -> None:
-    """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
+    """Collect what the report needs from the models, while they are in memory. A failure does not fail the run."""
     try:
         collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, progress)
         collect.write(run.root, collected)

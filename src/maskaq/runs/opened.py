@@ -50,12 +50,12 @@ class OpenedRun:
     """The teacher in the common form, where the caller has it and knows it for the run's: it is not loaded again."""
 
     def load_teacher(self) -> nn.Module:
-        """The full-precision model that the source names, whatever its weights are now."""
+        """The full-precision model that the source names, without a check of its weights."""
         source = self.source
         return load_model(source["name"], source["checkpoint"], source["args"], source.get("mean"), source.get("std"))
 
     def teacher(self) -> nn.Module:
-        """The full-precision model, from where the run took it; refused if its weights are others now."""
+        """The full-precision model, loaded from its source; CheckpointError if its weights have changed."""
         return self._teacher
 
     @cached_property
@@ -75,11 +75,11 @@ class OpenedRun:
             )
 
     def rtn(self) -> nn.Module:
-        """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
+        """The round-to-nearest baseline at the same bits: the teacher's weights, min-max ranges."""
         return self._uncalibrated(self.plan().with_range("minmax"))
 
     def ptq(self) -> nn.Module:
-        """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
+        """The baseline with searched ranges, where calibration starts: round to nearest, the recipe's range methods."""
         return self._uncalibrated(self.plan())
 
     def plan(self) -> QuantPlan:
@@ -131,7 +131,7 @@ class OpenedRun:
 
 @own_torch_modes()
 def handed_over_model(folder: str | Path) -> nn.Module:
-    """The saved model of a finished run, found to be the run's own."""
+    """The saved model of a finished run, verified to belong to it."""
     run = RunFolder.read(folder)
     path = run.path(QUANTIZED)
     if not path.exists():
@@ -147,7 +147,7 @@ def handed_over_model(folder: str | Path) -> nn.Module:
 
 
 def _again(run: RunFolder) -> str:
-    """What finishes a run, or makes its model again. `maskaq calibrate` keeps to what was last asked for."""
+    """The command that finishes a run or rebuilds its model. `maskaq calibrate` uses the last request's settings."""
     if run.format == 1:
         return "run its command again with maskaq 0.1.0, which made it"
     return f"maskaq calibrate {shlex.quote(str(run.root))}"
@@ -170,7 +170,7 @@ def open_run(folder: str | Path) -> OpenedRun:
 
 
 def _check_record(run: RunFolder) -> None:
-    """DamagedError unless run.json says what a run of ours says: a stranger's may say anything."""
+    """DamagedError unless run.json has the fields of a run: a folder from elsewhere may hold anything."""
     wrong = files.misfit(run.identity, {"recipe": {}, "model": {"class": str, "weights": str}, "seed": int}, "identity")
     source = {"name": str, "args?": {}, "checkpoint?": str, "architecture?": {"name": str, "args": {}}}
     if run.source:
@@ -186,7 +186,7 @@ def compare(
     progress = progress or Progress()
     table: dict[str, Evaluation | str] = {}
     full: Evaluation | None = None
-    calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
+    calibrated = run.calibrated()  # first, so that an unfinished or damaged run fails early
     makers = {FULL_PRECISION: run.teacher, RTN: run.rtn, PTQ: run.ptq, CALIBRATED: lambda: calibrated}
     for name, make in makers.items():
         try:
@@ -282,7 +282,7 @@ def _first_bytes(file: Path) -> bytes:
 def _record(
     run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, progress: Progress | None
 ) -> Record:
-    """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
+    """The record of a run from its folder; what is missing is collected now, if possible."""
     _check_record(folder)
     kept = collect.read(folder)
     if kept is not None:
@@ -311,7 +311,7 @@ def _record(
 
 
 def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
-    """How far a run came that has no model yet; nothing for one that has."""
+    """Progress of a run that has no model yet; empty for a finished run."""
     if folder.path(QUANTIZED).exists():
         return ""
     try:

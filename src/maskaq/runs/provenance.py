@@ -1,4 +1,4 @@
-"""Where and with what a run was made: device, versions, commit."""
+"""Provenance of a run: device, versions, commit."""
 
 import platform
 import subprocess
@@ -29,7 +29,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def describe_run(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
-    """Where and with what a run was made."""
+    """Provenance of a run, for run.json: source of the model, engine, versions, device."""
     told = {"source": source, "task": geometry(teacher).task}
     return told | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
 

@@ -38,7 +38,7 @@ __all__ = ["Result", "noise", "quantize"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind."""
+    """The result of a run."""
 
     model: nn.Module
     """The quantized model that was handed over: of a run that was finished before, as it is saved in the folder."""
@@ -75,11 +75,11 @@ def quantize(
         bits: wXaY, in place of the recipe's.
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
-        forecast: tell the progress how long it will take, from a few steps.
-        fast: False runs every step as it is written, in float32; by default a GPU runs it the fast way where it can.
+        forecast: report an estimate of the total time to `progress`, from a few timed steps.
+        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can.
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
-        report: measure what a report needs of the models, at the end.
+        report: measure what a report needs, at the end.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
@@ -92,7 +92,7 @@ def quantize(
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
     if is_finished(out, asked, None if only_images else keep):
-        progress.note(f"{out} is finished: its model is made, nothing is left to do")
+        progress.note(f"{out} is finished: its model is saved, nothing is left to do")
         return Result(saved_model(out, model).to(device), Path(out))
 
     job = _Job.prepare(teacher.to(device), recipe, out, seed, progress, pick_engine(device, fast, progress))
@@ -131,7 +131,7 @@ def _rounds(
 
 @dataclass(frozen=True)
 class _Job:
-    """All that a run works with."""
+    """The objects that a run works with."""
 
     teacher: nn.Module
     student: nn.Module
@@ -164,7 +164,7 @@ class _Job:
         if not is_copy(run.read_text("recipe.toml"), self.recipe):
             self.progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
-                "run.json. Delete it to have it written anew"
+                "run.json. Delete it to have it written again"
             )
         if run.plan is not None and run.plan != self.plan.to_dict():
             raise RunFolderError(f"{run.root} was begun by another process meanwhile: run the same command again")
@@ -174,7 +174,7 @@ class _Job:
         return images, history
 
     def start(self, images: StoredImages) -> nn.Module:
-        """The student as calibration found it: ranges from the first images, nothing fitted."""
+        """The student before calibration: ranges from the first images, nothing fitted."""
         scheme = self.recipe.quantization
         start = quantized_twin(self.teacher, scheme, self.plan)
         first = images.first(scheme.range_images)
@@ -183,7 +183,7 @@ class _Job:
 
 
 def _trained(model: nn.Module) -> nn.Module:
-    """The model in the common form; ModelError where it has no weights, or none that were trained."""
+    """The exposed model; ModelError if it has no weights, or untrained ones."""
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
@@ -198,7 +198,7 @@ def check_folder(recipe: Recipe, out: str | Path) -> None:
 
 
 def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, report: bool) -> float:
-    """Seconds that are left, roughly: a few steps or passes are timed, and an epoch of an image costs about a step."""
+    """Rough estimate of the remaining seconds, from a few timed steps; an epoch costs about one step per image."""
     recipe = job.recipe
     one_pass = collect.seconds_per_pass(job.student)
     steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)

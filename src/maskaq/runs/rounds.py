@@ -1,4 +1,4 @@
-"""The epochs of a round, with checkpoints; and the way back to the latest of them."""
+"""Run the epochs of a round, saving checkpoints, and restore the latest checkpoint."""
 
 import time
 
@@ -22,7 +22,7 @@ def fit(
     round_index: int,
     checkpoint_seconds: float,
 ) -> None:
-    """The epochs of a round that are left, with a checkpoint now and then and at the end."""
+    """Run the remaining epochs of a round, with regular checkpoints and one at the end."""
     rounds = history.recipe.rounds
     epochs = rounds[round_index]
     left = range(max(history.epoch, epochs.start), epochs.stop)

@@ -156,7 +156,7 @@ def _lock(root: Path) -> BaseFileLock:
 
 
 def _check_ours(root: Path) -> None:
-    """Raises if root is there and is something else than a run folder; leaves no trace in it."""
+    """Raises if root exists and is not a run folder; changes nothing in it."""
     with explained(root):
         names = os.listdir(root) if root.is_dir() else ["a file"] if root.exists() else []
     if "run.json" not in names and not all(_UNBORN.fullmatch(name) for name in names):
@@ -172,7 +172,7 @@ def _is_being_written(temp: Path) -> bool:
         os.kill(int(pid[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # it lives, and is somebody else's
+    except PermissionError:  # it is alive and belongs to another user
         pass
     return True
 
@@ -218,7 +218,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run can go on from."""
+    """State from which a run can be resumed."""
 
     epoch: int
     """Epochs that are done."""
@@ -289,7 +289,7 @@ class RunFolder:
 
     @staticmethod
     def check(path: str | Path, identity: Mapping[str, Any], update: Update = _unchanged) -> None:
-        """Raises what `open` would raise for a folder of something or somebody else; touches nothing."""
+        """Raises what `open` would raise for a folder that does not belong to this run; changes nothing."""
         root = Path(path)
         _check_ours(root)
         if problem := unwritable(root / "run.json"):
@@ -311,7 +311,7 @@ class RunFolder:
         return cls(root, _read_run(root))
 
     def close(self) -> None:
-        """Gives the lock back; from here on the folder is for reading only."""
+        """Release the lock; the folder is read-only from then on."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -323,7 +323,7 @@ class RunFolder:
         self.close()
 
     def path(self, name: str) -> Path:
-        """Where the file called name is, or would be; RunFolderError if a symbolic link is on the way."""
+        """Where the file called name is, or would be; RunFolderError if part of the path is a symbolic link."""
         return own_path(self.root, name)
 
     def _ours(self, name: str) -> Path:

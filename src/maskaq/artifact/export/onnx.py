@@ -61,7 +61,7 @@ def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] 
 
 
 def export_float(model: nn.Module, file: str | Path) -> Path:
-    """Write a model of timm's in full precision, as torch's exporter sees it: what speeds are compared with."""
+    """Write a timm model in full precision with torch's exporter, as the baseline of speed comparisons."""
     size = list(data_config(model)["input_size"])
     return _write(_traced(model, size), file, {"input_size": size})
 
@@ -115,7 +115,7 @@ class _Weight(nn.Module):
 
 
 class _Linear(nn.Module):
-    """A product and an addition, never a Gemm: runtimes want an integer bias for an integer Gemm, and ours is float.
+    """A linear layer as MatMul and Add, not Gemm: an integer Gemm needs an integer bias, and ours is float.
 
     Args:
         parts: compute so many equal parts of the output apart, as a `_Parts`.
@@ -145,7 +145,7 @@ class _Linear(nn.Module):
 
 
 class _Parts:
-    """Stands for a tensor whose equal parts were computed apart, and knows only how attention takes them apart.
+    """A tensor whose equal parts are computed separately; it supports only the splitting that attention does.
 
     One product for q, k and v together is taken apart by copies that take longer than three products do.
     """
@@ -220,7 +220,7 @@ def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
 
 
 def _merge_transposes(graph: ir.Graph) -> None:
-    """Two transpositions in a row are one: keys come to their product through two."""
+    """Merge two consecutive transpositions into one: the keys pass through two before their product."""
     for node in list(graph):
         before = node.inputs[0].producer() if node.op_type == "Transpose" else None
         if before is not None and before.op_type == "Transpose":
@@ -311,7 +311,7 @@ def _constant(graph: ir.Graph, name: str, numbers: Any) -> ir.Value:
 
 
 def _strip(program: ir.Model) -> None:
-    """Without what nobody uses: the placeholders' constants, and the exporter's notes with traces of source files."""
+    """Remove what is unused: the placeholders' constants, and the exporter's notes with traces of source files."""
     graph = program.graph
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():

@@ -22,7 +22,7 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
     images = torch.zeros(2, spec.channels, *spec.image_size)
     with torch.no_grad():
         program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("N", min=1)},))
-    program.graph_module.graph.eliminate_dead_code()  # what only taps would have listened to
+    program.graph_module.graph.eliminate_dead_code()  # values that only taps would have recorded
     for node in program.graph_module.graph.nodes:
         node.meta.pop("stack_trace", None)  # names of source files on this machine
     program.graph_module.recompile()
@@ -36,7 +36,7 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
 
 @torch.no_grad()
 def verify_pt2(file: str | Path, model: nn.Module, images: Tensor) -> None:
-    """The program's logits are the model's: the same operations on the same numbers."""
+    """ExportError unless the program's logits equal the model's: both run the same operations on the same numbers."""
     try:
         found = torch.export.load(file).module()(images)
     except Exception as error:

@@ -33,12 +33,13 @@ from maskaq.runs import opened as results
 from maskaq.runs import quantize as run
 from maskaq.storage import files, runfolder
 from maskaq.storage.runfolder import RunFolder
-from maskaq.tasks import CALIBRATED, FULL_PRECISION, NEAREST, EvalResult
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN
+from maskaq.tasks.classification import EvalResult
 
 quantize = partial(run.quantize, device="cpu")
 FAMILIES = {"vit": (VIT, VIT_ARGS, tiny_vit), "swin": (SWIN, SWIN_ARGS, tiny_swin)}
 SECTIONS = ["overview", "images", "attention", "curves", "layers", "information", "recipe"]
-TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), NEAREST: EvalResult(31.5, 70, 200)}
+TABLE = {FULL_PRECISION: EvalResult(91.5, 99.1, 200), RTN: EvalResult(31.5, 70, 200)}
 TABLE |= {CALIBRATED: EvalResult(79.5, 95, 200)}
 
 
@@ -635,7 +636,7 @@ def test_time_is_not_zero_where_it_was_not_recorded(own):
 def test_events_and_figures_that_are_not_whole_are_left_out(own):
     with (own / "events.jsonl").open("a") as file:
         file.write('{"stage": "calibrate"}\n3\n{"stage": "synthesize", "round": 0}\n')
-    (own / "metrics.json").write_text(json.dumps({"accuracy": {CALIBRATED: {"top1": 3.0}, NEAREST: "gone"}}))
+    (own / "metrics.json").write_text(json.dumps({"accuracy": {CALIBRATED: {"top1": 3.0}, RTN: "gone"}}))
     html, markdown = read_page(own)
     assert "Not evaluated yet" in html and "Not evaluated yet" in markdown
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import pytest
 import timm
@@ -169,7 +170,14 @@ def test_a_folder_without_classes_gives_no_accuracy_of_neighbours(folder):
 # ---- runs
 
 
-@pytest.mark.parametrize("build", [lambda: tiny_vit(num_classes=0), lambda: tiny_swin(num_classes=0), siglip])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(partial(tiny_vit, num_classes=0), id="vit"),
+        pytest.param(partial(tiny_swin, num_classes=0), id="swin", marks=pytest.mark.slow),
+        pytest.param(siglip, id="siglip", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_without_classes_is_saved_loaded_and_resumed_equal(tmp_path, build):
     model, recipe = build(), small_recipe("quantization.bits=w4a4")
     whole = quantize(model, recipe, tmp_path / "whole")

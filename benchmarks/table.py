@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--data", nargs="+", default=[], help="folders to evaluate on; cifar10-demo for embedded models"
     )
+    parser.add_argument("--crop-pct", type=float, help="of the evaluation images, in place of timm's for the model")
     parser.add_argument("--out", type=Path, default=Path("runs/table"))
     parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument("--only", help="names of rows, separated by commas")
@@ -173,7 +174,7 @@ class Table:
             if data == "cifar10-demo":
                 source = torch.utils.data.DataLoader(TensorImages(*zoo.test_images(), self.model(name)), batch_size=250)
             else:
-                source = image_folder(data, self.model(name), workers=os.cpu_count() or 1)
+                source = image_folder(data, self.model(name), crop_pct=self.args.crop_pct, workers=os.cpu_count() or 1)
             self.images[name, data] = [(x.to(self.device), y.to(self.device)) for x, y in source]
         right = [model(x).argmax(dim=1) == y for x, y in self.images[name, data]]
         return "".join("01"[hit] for hit in torch.cat(right).tolist())

@@ -4,7 +4,9 @@
 
 A row is `name | model | recipe | bits | seed | key=value ...`: what `maskaq quantize MODEL --recipe ...` runs.
 {0} in a recipe is the first folder of --data, {1} the second. For each row a line of OUT/rows.jsonl keeps its top-1 on
-each folder, which images were hit, and its seconds; OUT/NAME is its model. A row that has its line is not run again.
+each folder, which images were hit, and its seconds; OUT/NAME is its model. A row that has its line is not run again,
+but its model is evaluated on folders that it has not been on. Several processes with one OUT share the rows: each takes
+those that no other has begun.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from maskaq.images.sets import TensorImages, image_folder
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.provenance import commit, pick_device
+from maskaq.storage.files import write_bytes_atomic
 from maskaq.storage.runfolder import QUANTIZED
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -39,14 +42,22 @@ def main() -> None:
     parser.add_argument(
         "--data", nargs="+", default=[], help="folders to evaluate on; cifar10-demo for embedded models"
     )
+    parser.add_argument("--crop-pct", type=float, help="of the evaluation images, in place of timm's for the model")
     parser.add_argument("--out", type=Path, default=Path("runs/table"))
     parser.add_argument("--limit", type=float, default=float("inf"), help="begin no row after so many seconds")
     parser.add_argument("--only", help="names of rows, separated by commas")
     args = parser.parse_args()
     rows = [row for file in args.rows for row in read(file)]
-    began, table, failed = time.monotonic(), Table(args), False
+    began = time.monotonic()
+    table = Table(args)
+    failed = False
     for row in rows:
-        if row["name"] in table.finished or (args.only and row["name"] not in args.only.split(",")):
+        if args.only and row["name"] not in args.only.split(","):
+            continue
+        if row["name"] in table.finished:
+            table.evaluate_further(row)
+            continue
+        if not table.claims(row["name"]):
             continue
         if time.monotonic() - began > args.limit:
             print(f"{row['name']}: not begun, over --limit", flush=True)
@@ -55,6 +66,7 @@ def main() -> None:
             table.run(row)
         except (MaskaqError, RuntimeError) as error:
             failed = True
+            table.release(row["name"])
             print(f"{row['name']}: failed: {error}", file=sys.stderr, flush=True)
     sys.exit(failed)
 
@@ -86,7 +98,39 @@ class Table:
         args.out.mkdir(parents=True, exist_ok=True)
         self.file = args.out / "rows.jsonl"
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        self.finished = {json.loads(line)["name"] for line in lines if line.endswith("}")}  # a kill may cut the last
+        found = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last
+        self.finished: dict[str, dict[str, Any]] = {line["name"]: line for line in found}
+
+    def claims(self, name: str) -> bool:
+        """Whether this process is the first to begin a row. Claims of a process that died are OUT/NAME.begun."""
+        try:
+            (self.args.out / f"{name}.begun").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def release(self, name: str) -> None:
+        (self.args.out / f"{name}.begun").unlink(missing_ok=True)
+
+    def evaluate_further(self, row: dict[str, Any]) -> None:
+        """Measure a finished row's model on the folders that its line does not have, and write the line again."""
+        line = self.finished[row["name"]]
+        missing = [data for data in self.args.data if data not in line["top1"]]
+        if not missing:
+            return
+        model = maskaq.from_pretrained(self.args.out / row["name"], self.model(row["model"])).to(self.device)
+        for data in missing:
+            hits = self.hits(row["model"], model, data)
+            line["hits"][data] = hits
+            line["top1"][data] = round(100 * sum(map(int, hits)) / len(hits), 2)
+        lines = "".join(json.dumps(kept) + "\n" for kept in self.finished.values())
+        write_bytes_atomic(self.file, lines.encode())
+        self.show(line)
+
+    def show(self, line: dict[str, Any]) -> None:
+        top1 = "  ".join(f"{Path(data).name} {value:.1f}" for data, value in line["top1"].items())
+        settings = f"{line['name']:24} {line['recipe']:20} {line['bits']} seed {line['seed']}"
+        print(f"{settings}  {top1}  {line['seconds']:.0f} s", flush=True)
 
     def run(self, row: dict[str, Any]) -> None:
         folders = {f"{{{i}}}": os.path.abspath(data) for i, data in enumerate(self.args.data)}
@@ -109,14 +153,11 @@ class Table:
         }
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        shown = "  ".join(f"{Path(data).name} {top1:.1f}" for data, top1 in line["top1"].items())
-        print(
-            f"{row['name']:24} {row['recipe']:20} {row['bits']} seed {row['seed']}  {shown}  {seconds:.0f} s",
-            flush=True,
-        )
+        self.show(line)
         shutil.rmtree(self.args.out / row["name"], ignore_errors=True)
         shutil.move(folder / QUANTIZED, self.args.out / row["name"])
         shutil.rmtree(folder)  # its images are hundreds of megabytes
+        self.release(row["name"])
         torch.cuda.empty_cache()
 
     def model(self, name: str) -> Any:
@@ -133,7 +174,7 @@ class Table:
             if data == "cifar10-demo":
                 source = torch.utils.data.DataLoader(TensorImages(*zoo.test_images(), self.model(name)), batch_size=250)
             else:
-                source = image_folder(data, self.model(name), workers=os.cpu_count() or 1)
+                source = image_folder(data, self.model(name), crop_pct=self.args.crop_pct, workers=os.cpu_count() or 1)
             self.images[name, data] = [(x.to(self.device), y.to(self.device)) for x, y in source]
         right = [model(x).argmax(dim=1) == y for x, y in self.images[name, data]]
         return "".join("01"[hit] for hit in torch.cat(right).tolist())

@@ -585,6 +585,7 @@ def test_geometry_normalises_and_goes_back():
         layers=(swin_layer()[0], vit_layer()),
         image_size=(4, 4),
         channels=2,
+        task="classification",
         classes=3,
         mean=(0.5, 0.25),
         std=(0.5, 2.0),

@@ -483,7 +483,6 @@ REFUSED = {
         {"embed_dim": 16, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
         "SwinTransformerV2 is not a supported model",
     ),
-    "map pooling": ("vit_base_patch16_siglip_224", SMALL, r"layer 'attn_pool'.* pools .* by attention"),
     "hybrid r50": ("vit_base_r50_s16_224", SMALL, r"layer 'patch_embed.backbone\.\S+' \("),
     "eva": ("eva02_tiny_patch14_224", SMALL, "Eva is not a supported model"),
     "relative positions": ("vit_relpos_small_patch16_224", SMALL, "VisionTransformerRelPos is not a supported model"),
@@ -509,13 +508,11 @@ def test_an_unsupported_model_is_refused_by_name_with_what_is_supported(name, kw
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (partial(vit, num_classes=0), r"VisionTransformer has no classifier \(num_classes is 0\)"),
-        (partial(swin, num_classes=0), r"SwinTransformer has no classifier \(num_classes is 0\)"),
         (partial(vit, global_pool=""), r"VisionTransformer has no pooling \(global_pool is ''\)"),
         (partial(swin, global_pool=""), r"SwinTransformer has no pooling \(global_pool is ''\)"),
     ],
 )
-def test_a_model_that_does_not_classify_is_refused(build, words):
+def test_a_model_without_one_output_for_an_image_is_refused(build, words):
     with pytest.raises(ModelError, match=words + ".*Supported"):
         expose(build())
 
@@ -603,9 +600,9 @@ def test_zeros_elsewhere_are_taken():
 
 
 def test_a_refused_model_is_left_as_it_was():
-    model = timm.create_model("vit_tiny_patch16_224", **SMALL, img_size=32, global_pool="map")
+    model = vit(global_pool="")
     before = [type(m) for m in model.modules()]
-    with pytest.raises(ModelError, match="attn_pool"):
+    with pytest.raises(ModelError, match="pooling"):
         expose(model)
     assert [type(m) for m in model.modules()] == before
 
@@ -691,13 +688,17 @@ def test_clip_image_towers_are_those_that_were_not_fine_tuned():
 
 
 @pytest.mark.parametrize(("name", "width"), [(f"{CLIP}.openai", 512), ("vit_medium_patch16_clip_224", 512)])
-def test_a_clip_image_tower_is_refused_unless_it_has_another_head(name, width):
+def test_a_clip_image_tower_gives_features_unless_it_has_another_head(name, width):
     small = {"depth": 1, "embed_dim": 48, "num_heads": 3}
-    with pytest.raises(ModelError, match=f"CLIP image tower: its {width} outputs are an embedding") as caught:
-        expose(timm.create_model(name, **small))
-    assert "--checkpoint" in str(caught.value) and ("_ft_in1k" in str(caught.value)) == name.startswith(CLIP)
-    assert geometry(expose(timm.create_model(name, num_classes=7, **small))).classes == 7
-    assert geometry(expose(timm.create_model(f"{CLIP}.openai_ft_in1k", **small))).classes == 1000
+    tower = geometry(expose(timm.create_model(name, **small)))
+    assert (tower.task, tower.classes, tower.last) == ("features", 0, ("head",))
+    for model, classes in (
+        (timm.create_model(name, num_classes=7, **small), 7),
+        (timm.create_model(f"{CLIP}.openai_ft_in1k", **small), 1000),
+    ):
+        facts = geometry(expose(model))
+        assert (facts.task, facts.classes) == ("classification", classes)
+    assert geometry(expose(timm.create_model(name, **small), task="classification")).classes == width
 
 
 def test_matmul_multiplies_and_knows_its_signs():

@@ -34,6 +34,7 @@ from maskaq.runs import opened as results
 from maskaq.runs.plans import make_plan
 from maskaq.runs.quantize import quantize
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
+from maskaq.tasks import TASKS
 
 MODELS = {"vit": (tiny_vit, VIT, VIT_ARGS), "swin": (tiny_swin, SWIN, SWIN_ARGS)}
 RULES = (
@@ -215,7 +216,7 @@ def test_costs_are_of_one_layer_alone_and_leave_the_models_as_they_were():
     teacher, scheme = expose(tiny_vit()), Quantization(bits="w4a4", weight_range="mse")
     plan, images = build_plan(teacher, scheme), noise(teacher, 4, 0)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    costs = mixed.measure_costs(teacher, plan, scheme, ["head.weight"], images)
+    costs = mixed.measure_costs(teacher, plan, scheme, ["head.weight"], images, TASKS["classification"].distance)
     alone = quantized_twin(
         teacher, scheme, QuantPlan({"head.weight": plan.with_bits({"head.weight": 3}).sites["head.weight"]})
     )

@@ -75,7 +75,8 @@ from maskaq.runs.provenance import pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
-from maskaq.tasks import CALIBRATED, EvalResult
+from maskaq.tasks import CALIBRATED
+from maskaq.tasks.classification import EvalResult
 
 quantize = partial(quantize, device="cpu")
 

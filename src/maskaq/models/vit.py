@@ -69,7 +69,7 @@ class ExposedAttentionPool(AttentionProducts):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         if self.pos_embed is not None:
             x = x + self.pos_embed[None]
-        q = self.q(self.latent.expand(len(x), -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        q = self.q(self.latent.expand(x.shape[0], -1, -1)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         kv = self.kv(x).unflatten(-1, (2, self.num_heads, -1))  # (B, T, 2, H, D)
         k, v = (part.transpose(1, 2) for part in kv.unbind(2))  # (B, H, T, D)
         heads = self.attend(self.q_norm(q), self.k_norm(k), v)  # (B, H, latents, D)

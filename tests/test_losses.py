@@ -591,7 +591,6 @@ def test_geometry_normalises_and_goes_back():
         std=(0.5, 2.0),
         first=(),
         last=(),
-        task="classification",
     )
     pixels = draw(2, 2, 4, 4).sigmoid()
     images = facts.normalise(pixels)

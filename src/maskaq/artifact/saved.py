@@ -367,7 +367,9 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
         for key, bits in site.items():
             if bits is not None and (type(bits) is not int or bits not in WIDTHS):
                 raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
-        odd = [s for s in kind.slots if (told := plan.get(name, s)) is not None and told.bits != site[f"{s}_bits"]]
+        odd = [
+            s for s in kind.slots if (planned := plan.get(name, s)) is not None and planned.bits != site[f"{s}_bits"]
+        ]
         if odd:
             raise ModelError(f"site {name!r}: sites and plan of {CONFIG} differ in the bits of {odd[0]}")
         bits_of = (site[key] for key in keys)

@@ -65,14 +65,20 @@ class Handover:
         return f"calibration made the model {'worse' if self.end_is_worse else 'better'} {where}: {figures}"
 
 
-def is_kept(told: Any, keep: str | None) -> bool:
+def is_kept(recorded: Any, keep: str | None) -> bool:
     """Whether the handover recorded in a saved model satisfies `keep`; None accepts any."""
     form = {"start": float, "end": float, "noise": float, "kept": str}
-    if not isinstance(told, dict) or misfit(told, form) or None in (told["start"], told["end"], told["noise"]):
+    if (
+        not isinstance(recorded, dict)
+        or misfit(recorded, form)
+        or None in (recorded["start"], recorded["end"], recorded["noise"])
+    ):
         return True  # it tells nothing that could be compared
     if keep == "last":
-        return bool(told["kept"] != "start")
-    return keep is None or told["kept"] != "end" or not is_worse(told["start"], told["end"], told["noise"])
+        return bool(recorded["kept"] != "start")
+    return (
+        keep is None or recorded["kept"] != "end" or not is_worse(recorded["start"], recorded["end"], recorded["noise"])
+    )
 
 
 def compare(

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the page (default: RUN/report.html; compare.html for several runs)",
     )
     options.add_moved_checkpoint(parser)
-    parser.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
+    parser.add_argument("--device", help="for what has to be recomputed (default: cuda where there is one)")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:

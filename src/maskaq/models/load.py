@@ -622,12 +622,12 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
     Of a Swin the one that its windows tell, if they do and it is not the model's.
     """
     if isinstance(model, swin_transformer.SwinTransformer):
-        told = _size_of_masks(model, state) or _size_of_windows(model, state)
-        return None if told is None or told == _size_of(model) else _short_size(told)
+        stored = _size_of_masks(model, state) or _size_of_windows(model, state)
+        return None if stored is None or stored == _size_of(model) else _short_size(stored)
     mine = getattr(model, "pos_embed", None)
     theirs = state.get("pos_embed")
     patch = getattr(model, "patch_embed", None)
-    if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is not told
+    if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is unknown
         return None
     if theirs.dim() != 3 or theirs.shape[1] == mine.shape[1]:
         return None
@@ -641,10 +641,10 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
 
 
 def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The image size of a Swin's file, by the rule of `_from_file`; None if it is not told."""
-    told = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
-    if told is not None or any(key.endswith("attn_mask") for key in state):
-        return told
+    """The image size of a Swin's file, by the rule of `_from_file`; None if the file does not determine it."""
+    stored = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
+    if stored is not None or any(key.endswith("attn_mask") for key in state):
+        return stored
     mine = _windows(model.state_dict())
     theirs = _windows(state)
     comparable = len(mine) == len(theirs) and None not in theirs  # else it does not fit, which `_fill` says

@@ -167,7 +167,7 @@ def read(run: RunFolder) -> Collected | None:
     if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
         return None
     facts = run.read_json(FACTS_FILE)
-    remedy = "delete it, and `maskaq report` collects it anew"
+    remedy = "delete it, and `maskaq report` collects it again"
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
     if wrong := files.misfit(facts, _FORM):

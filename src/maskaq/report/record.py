@@ -100,8 +100,8 @@ class Record:
     @property
     def task(self) -> Task:
         """The task of the model; runs of 0.1 do not record it and are classifiers."""
-        told = self.run.facts.get("task")
-        return TASKS.get(told if isinstance(told, str) else "", TASKS["classification"])
+        recorded = self.run.facts.get("task")
+        return TASKS.get(recorded if isinstance(recorded, str) else "", TASKS["classification"])
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
@@ -125,11 +125,11 @@ class Record:
     @property
     def handover(self) -> str:
         """A message if calibration made the model worse, else an empty string."""
-        told = _object(_object(self._saved.get("made")).get("handover"))
+        recorded = _object(_object(self._saved.get("made")).get("handover"))
         try:
             names = {field.name for field in fields(Handover)} - {"seconds", "distance"}
-            found = Handover(**{name: told[name] for name in names}, seconds=0.0)
-            found = replace(found, distance=str(told.get("distance", found.distance)))
+            found = Handover(**{name: recorded[name] for name in names}, seconds=0.0)
+            found = replace(found, distance=str(recorded.get("distance", found.distance)))
             return f"{found}. {WHICH[found.kept]}" if found.end_is_worse else ""
         except (KeyError, TypeError, ValueError):  # none, or not as a run writes it
             return ""

@@ -105,8 +105,8 @@ class OpenedRun:
     def handed_over(self) -> nn.Module:
         """What `calibrated` was made from, with its quantizers: the student, or the start if that was better."""
         path = RunFolder.read(self.folder).path(QUANTIZED)
-        told = read_config(path)["made"].get("handover") if path.exists() else None
-        is_start = isinstance(told, dict) and told.get("kept") == "start"
+        recorded = read_config(path)["made"].get("handover") if path.exists() else None
+        is_start = isinstance(recorded, dict) and recorded.get("kept") == "start"
         return self.ptq() if is_start else self.student()
 
     @own_torch_modes()

@@ -30,8 +30,8 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
 
 def describe_run(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
     """Provenance of a run, for run.json: source of the model, engine, versions, device."""
-    told = {"source": source, "task": geometry(teacher).task}
-    return told | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
+    described = {"source": source, "task": geometry(teacher).task}
+    return described | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:

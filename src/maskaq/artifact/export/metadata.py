@@ -15,7 +15,7 @@ from maskaq.quant.deployed import CodedWeight, FixedGrid
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
 
-REMEDY = "copy it again, or write it anew with `maskaq export`"
+REMEDY = "copy it again, or export it again with `maskaq export`"
 """Advice for a file that cannot be used."""
 
 

@@ -57,6 +57,7 @@ from maskaq.models.load import SUFFIXES as WEIGHTS
 from maskaq.models.load import architecture_of, load_model, load_shape, rebuild, weights_in_place_of_name
 from maskaq.quant.inspection import inspect_deployed, inspect_model
 from maskaq.quant.quantizers import QUANTIZERS
+from maskaq.quant.rotation import teacher_of
 from maskaq.recipe.schema import Recipe, describe_keys, load_recipe, shipped_recipes
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
@@ -303,7 +304,7 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         has_file = args.checkpoint is not None
         load = partial(load_model, args.model, args.checkpoint) if has_file else partial(load_shape, args.model)
         model = _full_precision(args, partial(load, model_args, *numbers))
-        exposed = expose(model)
+        exposed = teacher_of(model, recipe.quantization)
         if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):
             raise RecipeError(
                 f"{recipe.quantization.bits}: widths are chosen by measuring the weights, which {args.model} does not "
@@ -314,13 +315,18 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         report, title = inspect_model(model, recipe, plan), f"{args.model} {recipe.quantization.bits}"
         facts = geometry(exposed)
     table = Table(title=title, title_justify="left")
-    left = ("layer", "kind", "quantizers")
-    for column in ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", "fp32 kB", "quantized kB"):
+    left = ("layer", "kind", "quantizers", "rotated")
+    turned = ("rotated",) if any(row.rotation for row in report.rows) else ()
+    columns = ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", *turned, "fp32 kB", "quantized kB")
+    for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in report.rows:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
-        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
+        facts_of = (row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers)
+        table.add_row(*facts_of, *((row.rotation,) if turned else ()), *size)
     console.print(table)
+    for reason in report.left_out:
+        console.print(f"not rotated: {reason}")
     console.print(f"{facts.classes} classes, {draw.preparation(facts)}")
     before, after = report.float_bytes / 1e6, report.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
@@ -334,7 +340,7 @@ def bench(args: argparse.Namespace, console: Console) -> None:
     with draw.progress_for(console) as progress:
         engine = pick_engine(device, False if args.plain else None, progress)
         for name in args.models:
-            teacher = expose(rebuild({"name": name, "args": {}})).to(device)
+            teacher = teacher_of(rebuild({"name": name, "args": {}}), recipe.quantization).to(device)
             progress.note(
                 f"{name}: timing synthesis and calibration, {args.repeats} repeats of {args.steps} steps each"
             )

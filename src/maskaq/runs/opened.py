@@ -15,10 +15,10 @@ from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import first_images, latest_images, state_digest
-from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan, build_plan
+from maskaq.quant.rotation import teacher_of
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
@@ -64,7 +64,7 @@ class OpenedRun:
                 f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
                 f"{self.folder} was made; give the run the file it was made from"
             )
-        return expose(model)
+        return teacher_of(model, self.recipe.quantization)
 
     def nearest(self) -> nn.Module:
         """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
@@ -108,7 +108,8 @@ class OpenedRun:
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_again(run)}")
         blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
-        student = quantized_twin(expose(blank), self.recipe.quantization, plan_of_run(self.folder))
+        scheme = self.recipe.quantization
+        student = quantized_twin(teacher_of(blank, scheme), scheme, plan_of_run(self.folder))
         try:
             student.load_state_dict(saved.state()["student"])
         except (RuntimeError, TypeError, AttributeError) as error:

@@ -315,15 +315,13 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         report, title = inspect_model(model, recipe, plan), f"{args.model} {recipe.quantization.bits}"
         facts = geometry(exposed)
     table = Table(title=title, title_justify="left")
-    left = ("layer", "kind", "quantizers", "rotated")
-    turned = ("rotated",) if any(row.rotation for row in report.rows) else ()
-    columns = ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", *turned, "fp32 kB", "quantized kB")
-    for column in columns:
+    left = ("layer", "kind", "quantizers")
+    for column in ("layer", "kind", "shape", "weight bits", "input bits", "quantizers", "fp32 kB", "quantized kB"):
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in report.rows:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
-        facts_of = (row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers)
-        table.add_row(*facts_of, *((row.rotation,) if turned else ()), *size)
+        kind = f"{row.kind}, rotated: {row.rotation}" if row.rotation else row.kind
+        table.add_row(row.name, kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
     console.print(table)
     for reason in report.left_out:
         console.print(f"not rotated: {reason}")

@@ -18,6 +18,7 @@ from helpers import (
     hook,
     mostly_slow,
     packed,
+    rewrite_run_json,
     small_recipe,
     tiny_swin,
     tiny_vit,
@@ -237,6 +238,7 @@ def test_a_model_is_rotated_once_and_as_its_recipe_says():
     model = expose(tiny_vit())
     turned = rotate(model, ["heads"])
     assert rotate(turned, ["heads"]) is turned
+    assert rotated(rotate(model, ["hidden", "heads"])).names == ("heads", "hidden")
     with pytest.raises(ModelError, match="rotated already"):
         rotate(turned, ["hidden"])
     with pytest.raises(RecipeError, match="quantization.rotate"):
@@ -279,6 +281,7 @@ def test_a_rotated_model_is_saved_and_loaded_to_the_bit(tmp_path, case):
     assert torch.equal(again(images), deploy(student)(images))
     assert_same(packed(again), packed(student))
     assert plan_of(again) == plan_of(student) and rotated(again) == rotated(student)
+    assert "rotated before they are quantized: heads" in (tmp_path / "model" / "README.md").read_text()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["quantization_config"]["rotate"] == list(ROTATIONS)
     config["quantization_config"]["rotate"] = ["heads"]
@@ -287,6 +290,7 @@ def test_a_rotated_model_is_saved_and_loaded_to_the_bit(tmp_path, case):
         maskaq.from_pretrained(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_what_builds_a_rotated_model_is_found_by_the_shapes_it_had_before():
     found = find_architecture(deploy(student_of(partial(timm.create_model, VIT, img_size=32, num_classes=4))))
     assert found == {"name": VIT, "args": {"num_classes": 4, "img_size": 32}}
@@ -361,3 +365,19 @@ def test_inspect_prints_what_is_rotated_and_what_is_not(capsys):
     assert "not rotated: heads, q and k: q_norm" in text
     assert main(["inspect", "vit_tiny_patch16_224"]) == 0
     assert "rotated" not in capsys.readouterr().out
+
+
+def test_a_run_and_a_plan_from_before_there_were_rotations_go_on(tmp_path):
+    recipe = small_recipe()
+    quantize(tiny_vit(), recipe, tmp_path, device="cpu", only_images=True)
+
+    def older(text: str) -> str:
+        found = json.loads(text)
+        assert found["identity"]["recipe"]["quantization"].pop("rotate") == []
+        assert all("rotation" not in row for row in found["plan"].values())
+        return json.dumps(found)
+
+    rewrite_run_json(tmp_path, older)
+    quantize(tiny_vit(), recipe, tmp_path, device="cpu", report=False)
+    with pytest.raises(MaskaqError, match="rotate"):
+        quantize(tiny_vit(), small_recipe(ALL), tmp_path, device="cpu")

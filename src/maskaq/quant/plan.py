@@ -80,7 +80,7 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
     """The plan of a recipe for an exposed model, rotated as the recipe says."""
     refuse_quantized(teacher)
     before = rotated(teacher)
-    if before.names != scheme.rotate:
+    if set(before.names) != set(scheme.rotate):
         raise ModelError(
             f"quantization.rotate asks for {list(scheme.rotate)}, the model has {list(before.names)}: give "
             "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"

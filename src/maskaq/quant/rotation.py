@@ -90,10 +90,11 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
         names: out of `ROTATIONS`.
         blank: only put in what a rotated model has more, and leave the weights: others will be loaded.
     """
-    names = tuple(names)
-    for name in names:
+    asked = tuple(names)
+    for name in asked:
         if name not in ROTATIONS:
-            raise RecipeError(f"quantization.rotate: {unknown('rotation', name, ROTATIONS)}")
+            raise RecipeError(f"quantization.rotate: {unknown('rotation', str(name), ROTATIONS)}")
+    names = tuple(name for name in ROTATIONS if name in asked)
     if (before := rotated(model).names) == names:
         return model
     if before:

@@ -355,13 +355,9 @@ def test_inspect_prints_what_is_rotated_and_what_is_not(capsys):
     assert main(["inspect", "vit_tiny_patch16_224", *args]) == 0
     text = capsys.readouterr().out
     rows = {line.split()[1]: line for line in text.splitlines() if " blocks.3." in line}
-    for name, words in {
-        "mlp.fc1": "rotated: residual",
-        "mlp.fc2": "rotated: hidden",
-        "attn.av": "rotated: heads",
-    }.items():
-        assert words in rows[f"blocks.3.{name}"]
-    assert "rotated" not in rows["blocks.3.attn.qk"]
+    kinds = {"mlp.fc1": "linear (residual)", "mlp.fc2": "linear (hidden)", "attn.av": "product (heads)"}
+    assert [name for name, kind in kinds.items() if kind not in rows[f"blocks.3.{name}"]] == []
+    assert "(" not in rows["blocks.3.attn.qk"] and "rotated before the grid: " in text
     assert "not rotated: heads, q and k: q_norm" in text
     assert main(["inspect", "vit_tiny_patch16_224"]) == 0
     assert "rotated" not in capsys.readouterr().out

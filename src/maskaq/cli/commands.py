@@ -312,7 +312,7 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
             )
         with draw.progress_for(console) as progress:
             plan = run.make_plan(exposed, recipe, progress=progress)
-        report, title = inspect_model(model, recipe, plan), f"{args.model} {recipe.quantization.bits}"
+        report, title = inspect_model(exposed, recipe, plan), f"{args.model} {recipe.quantization.bits}"
         facts = geometry(exposed)
     table = Table(title=title, title_justify="left")
     left = ("layer", "kind", "quantizers")
@@ -320,9 +320,11 @@ def inspect(args: argparse.Namespace, console: Console) -> None:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in report.rows:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
-        kind = f"{row.kind}, rotated: {row.rotation}" if row.rotation else row.kind
+        kind = f"{row.kind} ({row.rotation})" if row.rotation else row.kind
         table.add_row(row.name, kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
     console.print(table)
+    if turned := ", ".join(dict.fromkeys(row.rotation for row in report.rows if row.rotation)):
+        console.print(f"rotated before the grid: {turned}")
     for reason in report.left_out:
         console.print(f"not rotated: {reason}")
     console.print(f"{facts.classes} classes, {draw.preparation(facts)}")

@@ -24,11 +24,11 @@ from maskaq.images.sets import SyntheticSet, image_files, to_pixels
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, state_digest
 from maskaq.images.synthesis import Synthesizer
-from maskaq.models import data_config, geometry, refuse_zero_weights
+from maskaq.models import data_config, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.mixed import choose_bits
 from maskaq.quant.plan import QuantPlan, build_plan
-from maskaq.quant.rotation import rotated, teacher_of
+from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe, recipe_from_dict, to_dict, to_toml
 from maskaq.report import collect
@@ -101,7 +101,7 @@ def quantize(
     if keep not in KEEP:
         raise RecipeError(f"keep: expected one of {', '.join(KEEP)}, got {keep!r}")
     device = pick_device(device)
-    teacher = teacher_of(model, recipe.quantization)
+    teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
     refuse_zero_weights(teacher)
@@ -110,7 +110,7 @@ def quantize(
         progress.note(f"{out} is finished: its model is made, nothing is left to do")
         return Result(_saved_model(out, model).to(device), Path(out))
 
-    teacher = teacher.to(device)
+    teacher = rotate(teacher, recipe.quantization.rotate).to(device)
     for reason in rotated(teacher).left_out:
         progress.note(f"not rotated: {reason}")
     plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)

@@ -33,6 +33,9 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
     return field(default=default, metadata=metadata)
 
 
+ROTATIONS = ("heads", "residual", "hidden")
+"""What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
+
 _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
@@ -103,6 +106,12 @@ class Quantization:
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
+    )
+    rotate: tuple[str, ...] = setting(
+        (),
+        "rotations before the grid, a list: inside heads, of the residual stream (both folded into the weights), of "
+        "the hidden channels of MLPs (online)",
+        choices=ROTATIONS,
     )
     rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
 
@@ -443,6 +452,14 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
         merged = spec.default_factory()
         keys = {name: f"{dotted}.{name}" for name in value}
         return merged | {name: _within(_number(value[name], key), limits, key) for name, key in keys.items()}
+    if hint == tuple[str, ...]:  # a set of words, in the order of its choices; `--set` may join them by commas
+        words = [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise RecipeError(f"{dotted}: expected a list of words, got {value!r}")
+        for word in words:
+            if word not in limits["choices"]:
+                raise RecipeError(f"{dotted}: {unknown('value', word, limits['choices'])}")
+        return tuple(choice for choice in limits["choices"] if choice in words)
     if get_args(hint)[1:] == (...,):  # a list of tables
         if not isinstance(value, (list, tuple)):
             raise RecipeError(f"{dotted}: expected a list of tables, got {value!r}")

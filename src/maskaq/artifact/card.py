@@ -121,6 +121,8 @@ def _quantization(config: dict[str, Any]) -> str:
         f"{scheme['activation_bits']} bits, one scale and zero point for each tensor.",
         "* In float: biases, norms, embeddings, softmax.",
     ]
+    if scheme.get("rotate"):
+        lines.append(f"* Channels rotated before they are quantized: {', '.join(scheme['rotate'])}.")
     for name, site in scheme["exceptions"].items():
         words = (f"{key.replace('_', ' ')}: {'float' if bits is None else bits}" for key, bits in site.items())
         lines.append(f"* Exception `{name}`: {', '.join(words)}.")

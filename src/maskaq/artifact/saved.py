@@ -31,6 +31,7 @@ from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 from maskaq.quant.plan import QuantPlan, plan_of
+from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
@@ -216,6 +217,7 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
             "value": "(code - zero_point) * scale",
             "dynamic": False,
         },
+        **({"rotate": list(names)} if (names := rotated(model).names) else {}),
         "exceptions": {name: site for name, site in unusual.items() if site},
         "sites": sites,
         **({} if (plan := plan_of(model)) is None else {"plan": plan.to_dict()}),
@@ -341,6 +343,7 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
         record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
     model = expose(model, config.get("task", "classification"))
+    model = rotate(model, config["quantization_config"].get("rotate", ()), blank=True)
     _deploy_blank(model, config["quantization_config"])
     model = model.float().eval().requires_grad_(False)  # float32, whatever torch's default is
     again = _described(model, config["timm"])
@@ -437,7 +440,7 @@ def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
             state[name] = state.pop(f"{name}.codes")
         elif isinstance(module, FloatWeight):
             state[name] = state.pop(f"{name}.values")
-    return state
+    return rotated(deployed).original_keys(state)
 
 
 # ---- reading

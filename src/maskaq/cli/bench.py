@@ -54,8 +54,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import resolve
     from maskaq.cli.figures import write_figures
     from maskaq.engine import pick_engine
-    from maskaq.models import expose
     from maskaq.models.load import rebuild
+    from maskaq.quant.rotation import teacher_of
     from maskaq.runs import provenance
 
     recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
@@ -66,7 +66,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     with draw.progress_for(invocation.console) as progress:
         engine = pick_engine(device, False if arguments.plain else None, progress)
         for name in arguments.models:
-            teacher = expose(rebuild({"name": name, "args": {}})).to(device)
+            teacher = teacher_of(rebuild({"name": name, "args": {}}), recipe.quantization).to(device)
             progress.note(f"{name}: timing synthesis and calibration, {repeats} repeats of {steps} steps each")
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=steps, repeats=repeats)
     invocation.console.print(draw.bench_table(timings, provenance.device_name(device)))

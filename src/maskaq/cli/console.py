@@ -162,6 +162,8 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
         f"first ranges: {scheme.weight_range} and {scheme.activation_range})",
     )
+    if scheme.rotate:
+        table.add_row("rotate", ", ".join(scheme.rotate))
     how = recipe.caveat or f"from {synthesis.start}, x {synthesis.steps} steps, in batches of {synthesis.batch}"
     table.add_row("images", f"{synthesis.images} {how}")
     if refreshes:

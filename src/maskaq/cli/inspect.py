@@ -48,6 +48,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
+    if turned := ", ".join(dict.fromkeys(row.rotation for row in found.layers.rows if row.rotation)):
+        console.print(f"rotated before the grid: {turned}")
+    for reason in found.layers.left_out:
+        console.print(f"not rotated: {reason}")
     gives = f"{found.geometry.classes} classes" if found.geometry.classes else "no classifier (task: features)"
     console.print(f"{gives}, {preparation(found.geometry)}")
     before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
@@ -79,14 +83,15 @@ def _of_name(arguments: Arguments, console: Console) -> _Inspected:
     """What would be quantized of a full-precision model."""
     from maskaq.cli import resolve
     from maskaq.cli.console import progress_for
-    from maskaq.models import expose, geometry
+    from maskaq.models import geometry
     from maskaq.quant.inspection import inspect_model
+    from maskaq.quant.rotation import teacher_of
     from maskaq.runs.plans import make_plan
 
     name = arguments.model.model
     recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
     model = resolve.full_precision(arguments.model, resolve.shape_of)
-    exposed = expose(model)
+    exposed = teacher_of(model, recipe.quantization)
     if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):
         raise RecipeError(
             f"{recipe.quantization.bits}: widths are chosen by measuring the weights, which {name} does not "
@@ -94,7 +99,7 @@ def _of_name(arguments: Arguments, console: Console) -> _Inspected:
         )
     with progress_for(console) as progress:
         plan = make_plan(exposed, recipe, progress=progress)
-    return _Inspected(inspect_model(model, recipe, plan), geometry(exposed), f"{name} {recipe.quantization.bits}")
+    return _Inspected(inspect_model(exposed, recipe, plan), geometry(exposed), f"{name} {recipe.quantization.bits}")
 
 
 def _table(found: _Inspected) -> Table:
@@ -104,5 +109,6 @@ def _table(found: _Inspected) -> Table:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for row in found.layers.rows:
         size = (f"{row.float_bytes / 1e3:.1f}", f"{row.quantized_bytes / 1e3:.1f}") if row.float_bytes else ("", "")
-        table.add_row(row.name, row.kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
+        kind = f"{row.kind} ({row.rotation})" if row.rotation else row.kind
+        table.add_row(row.name, kind, row.shape, row.weight_bits, row.input_bits, row.quantizers, *size)
     return table

@@ -1,5 +1,6 @@
 """timm's SwinTransformer: shifted windows, relative position bias, all stages."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from timm.models import swin_transformer as timm_swin
 from torch import Tensor, nn
 
 from maskaq.models.products import AttentionProducts
+from maskaq.models.structure import Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_swin.SwinTransformer
@@ -72,3 +74,34 @@ def _layer(name: str, block: timm_swin.SwinTransformerBlock, height: int, width:
         windows=len(tokens) // (win_h * win_w),
         raster=tokens.argsort(stable=True)[: height * width],
     )
+
+
+def streams(model: Any) -> tuple[Stream, ...] | str:
+    """The residual streams of an exposed model, one for each stage; or, in words, why they cannot be rotated."""
+    if model.global_pool != "avg":
+        return f"pooling by {model.global_pool} depends on the basis"
+    if is_absent(model.head.fc):
+        return "no linear layer reads the last norm"
+    layers = model._maskaq_geometry.layers
+    tokens = (layer.windows * model.get_submodule(layer.attention).window_area for layer in layers)
+    if any(count != math.prod(layer.grid) for count, layer in zip(tokens, layers, strict=True)):
+        return "windows are padded with zeros behind a norm, whose shift would reach the padding once it is folded"
+    found = []
+    for i, stage in enumerate(model.layers):
+        first, merging = stage.blocks[0], None if is_absent(stage.downsample) else f"layers.{i}.downsample"
+        branches = [b for j, block in enumerate(stage.blocks) for b in _branches(f"layers.{i}.blocks.{j}", block)]
+        starts = [f"{merging}.reduction"] if merging else ["patch_embed.proj"] * is_absent(model.patch_embed.norm)
+        readers = [reader for _, reader in branches]
+        if i + 1 < len(model.layers):
+            after = f"layers.{i + 1}.downsample"
+            readers.append(Reader((f"{after}.reduction",), f"{after}.norm", copies=4))
+        else:
+            readers.append(Reader(("head.fc",), "norm"))
+        writers = (*((start, "") for start in starts), *(writer for writer, _ in branches))
+        found.append(Stream(first.dim, writers, tuple(readers), entry="" if starts else "patch_embed.norm"))
+    return tuple(found)
+
+
+def _branches(path: str, block: Any) -> list[tuple[tuple[str, str], Reader]]:
+    inner = (("attn", "norm1"), ("mlp", "norm2"))
+    return [branch(f"{path}.{what}", getattr(block, what), f"{path}.{norm}") for what, norm in inner]

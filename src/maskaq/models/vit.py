@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError
 from maskaq.models.products import AttentionProducts
+from maskaq.models.structure import Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
@@ -112,3 +113,47 @@ def expose_(model: Any) -> tuple[Layer, ...]:
                     )
                 )
     return tuple(layers)
+
+
+def streams(model: Any) -> tuple[Stream, ...] | str:
+    """The residual stream of an exposed model; or, in words, why it has none that can be rotated."""
+    if any(type(block) is timm_vit.ResPostBlock for block in model.blocks):
+        return "each block adds the output of a norm"
+    if model.global_pool not in ("token", "avg"):
+        return f"pooling by {model.global_pool} depends on the basis"
+    norms = [name for name in ("norm", "fc_norm") if not is_absent(getattr(model, name))]
+    heads = [name for name in ("head", "head_dist") if not is_absent(getattr(model, name, None))]
+    if not heads:
+        return "no linear layer reads the last norm"
+    if len(norms) > 1 or ("fc_norm" in norms and "head_dist" in heads):
+        return "more than one norm comes before the classifier"
+    branches = [branch for name, block in model.blocks.named_children() for branch in _branches(name, block)]
+    readers = (*(reader for _, reader in branches), Reader(tuple(heads), next(iter(norms), "")))
+    writers = tuple(writer for writer, _ in branches)
+    if not is_absent(model.norm_pre):  # whatever comes before it is no part of the stream
+        return (Stream(model.embed_dim, writers, readers, entry="norm_pre"),)
+    names = ("pos_embed", "cls_token", "reg_token", "dist_token")
+    tokens = tuple(name for name in names if getattr(model, name, None) is not None)
+    if not is_absent(model.patch_embed.norm):
+        return (Stream(model.embed_dim, writers, readers, tokens, entry="patch_embed.norm"),)
+    return (Stream(model.embed_dim, (("patch_embed.proj", ""), *writers), readers, tokens),)
+
+
+def _branches(name: str, block: Any) -> list[tuple[tuple[str, str], Reader]]:
+    path = f"blocks.{name}"
+    if type(block) is timm_vit.ParallelThingsBlock:
+        found = [
+            (f"{path}.{kind}.{i}", part) for kind in ("attns", "ffns") for i, part in enumerate(getattr(block, kind))
+        ]
+        inner = [(where, "attn" if hasattr(part, "attn") else "mlp", "norm", "ls", part) for where, part in found]
+    else:
+        inner = [(path, "attn", "norm1", "ls1", block), (path, "mlp", "norm2", "ls2", block)]
+    return [
+        branch(
+            f"{where}.{what}",
+            getattr(part, what),
+            "" if is_absent(getattr(part, norm)) else f"{where}.{norm}",
+            "" if is_absent(getattr(part, scale)) else f"{where}.{scale}",
+        )
+        for where, what, norm, scale, part in inner
+    ]

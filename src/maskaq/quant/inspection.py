@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from maskaq.models import expose
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, FloatWeight
 from maskaq.quant.kinds import layers
 from maskaq.quant.packing import packed_bytes
 from maskaq.quant.plan import QuantPlan
 from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.rotation import rotated, teacher_of
 from maskaq.quant.twin import quantized_twin
 from maskaq.recipe.schema import Recipe
 
@@ -26,11 +26,15 @@ class LayerRow:
     quantized_bytes: int
     quantizers: str = ""
     """Names of the quantizers of its two tensors, where they are known."""
+    rotation: str = ""
+    """The rotation that its inputs have gone through."""
 
 
 @dataclass(frozen=True)
 class Inspection:
     rows: list[LayerRow]
+    left_out: tuple[str, ...] = ()
+    """Rotations that the model's structure forbids, and why."""
 
     @property
     def float_bytes(self) -> int:
@@ -43,9 +47,9 @@ class Inspection:
 
 def inspect_model(model: nn.Module, recipe: Recipe, plan: QuantPlan | None = None) -> Inspection:
     """One row for each layer that would be quantized, and one for all that stays in float."""
-    return _inspect(
-        quantized_twin(expose(model), recipe.quantization, plan), sum(p.numel() for p in model.parameters())
-    )
+    teacher = teacher_of(model, recipe.quantization)
+    student = quantized_twin(teacher, recipe.quantization, plan)
+    return _inspect(student, sum(p.numel() for p in teacher.parameters()))
 
 
 def inspect_deployed(model: nn.Module) -> Inspection:
@@ -68,13 +72,15 @@ def _inspect(model: nn.Module, values: int) -> Inspection:
         first, second = map(_bits, parts)
         sites = [site for part in parts if (site := getattr(part, "site", None)) is not None]
         names = ", ".join(site.quantizer for site in sites)
+        turned = ", ".join(dict.fromkeys(site.rotation for site in sites if site.rotation))
         if kind.name == "product":
-            rows.append(LayerRow(name, kind.name, "", "", f"{first or 'float'}, {second or 'float'}", 0, 0, names))
+            bits = f"{first or 'float'}, {second or 'float'}"
+            rows.append(LayerRow(name, kind.name, "", "", bits, 0, 0, names, turned))
             continue
         weight = _weight_of(module)
         values -= weight.numel()
-        rows.append(replace(_linear(name, kind.name, weight, first, second), quantizers=names))
-    return Inspection([*rows, _rest(values)])
+        rows.append(replace(_linear(name, kind.name, weight, first, second), quantizers=names, rotation=turned))
+    return Inspection([*rows, _rest(values)], rotated(model).left_out)
 
 
 def _weight_of(module: Any) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from maskaq.errors import RecipeError, unknown
+from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import Matmul, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.kinds import kind_of, refuse_quantized
 from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.rotation import rotated
 from maskaq.quant.site import Site
 from maskaq.recipe.schema import Bits, Quantization, Rule
 from maskaq.storage.files import misfit
@@ -45,17 +46,18 @@ class QuantPlan:
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Site name -> its settings, in JSON's own types."""
-        return {site.name: {key: value for key, value in asdict(site).items() if key != "name"} for site in self}
+        """Site name -> its settings, in JSON's own types; a site that is not rotated says nothing of rotation."""
+        unsaid = ({"name", "rotation"}, {"name"})
+        return {s.name: {k: v for k, v in asdict(s).items() if k not in unsaid[bool(s.rotation)]} for s in self}
 
     @classmethod
     def from_dict(cls, rows: Any) -> "QuantPlan":
         """What `to_dict` gave; RecipeError for anything else."""
-        form = {"role": str, "bits": int, "channels?": int, "quantizer": str, "range": str}
+        form = {"role": str, "bits": int, "channels?": int, "quantizer": str, "range": str, "rotation?": str}
         names = {field.name for field in fields(Site)} - {"name"}
         if wrong := misfit(rows, {"*": form}, "plan"):
             raise RecipeError(f"the quantization plan is not one of maskaq's: {wrong}")
-        if odd := next((name for name, row in rows.items() if row.keys() != names), None):
+        if odd := next((name for name, row in rows.items() if row.keys() | {"rotation"} != names), None):
             raise RecipeError(f"the quantization plan is not one of maskaq's: plan.{odd}: expected {sorted(names)}")
         return cls({name: Site(name=name, **row) for name, row in rows.items()})
 
@@ -75,8 +77,14 @@ def plan_of(model: nn.Module) -> QuantPlan | None:
 
 
 def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
-    """The plan of a recipe for an exposed model."""
+    """The plan of a recipe for an exposed model, rotated as the recipe says."""
     refuse_quantized(teacher)
+    before = rotated(teacher)
+    if set(before.names) != set(scheme.rotate):
+        raise ModelError(
+            f"quantization.rotate asks for {list(scheme.rotate)}, the model has {list(before.names)}: give "
+            "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"
+        )
     bits = Bits.parse(scheme.bits)
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():
@@ -91,6 +99,7 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 signed = module.signed[index] if isinstance(module, Matmul) else True
                 site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
                 site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
+                site = replace(site, rotation=before.sites.get(site.name, ""))
             sites[site.name] = site
     return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule)))
 

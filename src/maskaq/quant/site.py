@@ -22,6 +22,8 @@ class Site:
     """Name of the quantizer, as `maskaq list quantizers` prints it."""
     range: str = "minmax"
     """How its first range is found: a method of `maskaq.quant.ranges`."""
+    rotation: str = ""
+    """The rotation that the values of an activation have gone through, if any: one of `maskaq.quant.rotation`."""
 
     @property
     def layer(self) -> str:

@@ -35,6 +35,9 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
     return field(default=default, metadata=metadata)
 
 
+ROTATIONS = ("heads", "residual", "hidden")
+"""What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
+
 _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
@@ -136,6 +139,12 @@ class Quantization(_Table, path="quantization"):
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
+    )
+    rotate: tuple[str, ...] = setting(
+        (),
+        "rotations before the grid, a list: inside heads, of the residual stream (both folded into the weights), of "
+        "the hidden channels of MLPs (online)",
+        choices=ROTATIONS,
     )
     rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
 
@@ -508,6 +517,14 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
             raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
         keys = {name: f"{dotted}.{name}" for name in value}
         return {name: _within(_number(value[name], key), limits, key) for name, key in keys.items()}
+    if hint == tuple[str, ...]:  # a set of words, in the order of its choices; `--set` may join them by commas
+        words = [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+            raise RecipeError(f"{dotted}: expected a list of words, got {value!r}")
+        for word in words:
+            if word not in limits["choices"]:
+                raise RecipeError(f"{dotted}: {unknown('value', word, limits['choices'])}")
+        return tuple(choice for choice in limits["choices"] if choice in words)
     if _is_list_of_tables(hint):
         table = get_args(hint)[0]
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, table) for item in value):
@@ -544,7 +561,7 @@ def _type_hints(cls: type) -> dict[str, Any]:
 
 
 def _is_list_of_tables(hint: Any) -> bool:
-    return get_args(hint)[1:] == (...,)
+    return get_args(hint)[1:] == (...,) and dataclasses.is_dataclass(get_args(hint)[0])
 
 
 def _join(path: str, key: str) -> str:

@@ -15,10 +15,10 @@ from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import first_images, latest_images, range_images, state_digest
-from maskaq.models import expose
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan, build_plan
+from maskaq.quant.rotation import teacher_of
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
@@ -60,11 +60,11 @@ class OpenedRun:
 
     @cached_property
     def _teacher(self) -> nn.Module:
-        if self.known_teacher is not None:
-            return self.known_teacher
-        model = self.load_teacher()
-        self.check_weights(model)
-        return expose(model)
+        model = self.known_teacher
+        if model is None:
+            model = self.load_teacher()
+            self.check_weights(model)
+        return teacher_of(model, self.recipe.quantization)
 
     def check_weights(self, model: nn.Module) -> None:
         """CheckpointError for a model of other weights than the run's teacher."""
@@ -117,7 +117,8 @@ class OpenedRun:
         if saved is None:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_again(run)}")
         blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
-        student = quantized_twin(expose(blank), self.recipe.quantization, plan_of_run(self.folder))
+        scheme = self.recipe.quantization
+        student = quantized_twin(teacher_of(blank, scheme), scheme, plan_of_run(self.folder))
         try:
             student.load_state_dict(saved.state()["student"])
         except (RuntimeError, TypeError, AttributeError) as error:

@@ -22,6 +22,7 @@ from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan
+from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
@@ -95,7 +96,10 @@ def quantize(
         progress.note(f"{out} is finished: its model is saved, nothing is left to do")
         return Result(saved_model(out, model).to(device), Path(out))
 
-    job = _Job.prepare(teacher.to(device), recipe, out, seed, progress, pick_engine(device, fast, progress))
+    teacher = rotate(teacher, recipe.quantization.rotate).to(device)
+    for reason in rotated(teacher).left_out:
+        progress.note(f"not rotated: {reason}")
+    job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress))
     about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
     with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), up_to_date_identity) as run:

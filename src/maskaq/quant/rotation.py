@@ -1,0 +1,273 @@
+"""Rotate a model's channels before they are quantized: the same outputs, and values that fill their grids better.
+
+A few channels of a transformer are far larger than the others and set the range of the whole tensor. An orthogonal
+matrix M spreads them: W x = (W M^T)(M x). Three places (`quantization.rotate`):
+
+    heads       q and k, and v and what `proj` reads, inside each head; in the weights, at no cost
+    residual    the residual stream, so what every norm gives to the next layer; in the weights, at no cost
+    hidden      what the second layer of an MLP reads; online, in blocks of at most 32 channels
+
+The matrices are fixed and never learned. Teacher and student are rotated alike, before anything else happens, so that
+all that compares them compares them in one basis.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.errors import ModelError, RecipeError, unknown
+from maskaq.models import FAMILIES, expose, geometry
+from maskaq.models.structure import Stream, is_absent, mlps
+from maskaq.quant.kinds import refuse_quantized, replace_module
+from maskaq.randomness import image_keys, uniform
+from maskaq.recipe.schema import ROTATIONS, Quantization
+
+BLOCK = 32
+"""Channels that an online rotation mixes at most: larger blocks gain little and cost as much more."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """What was done to a model."""
+
+    names: tuple[str, ...] = ()
+    """What was asked for."""
+    sites: Mapping[str, str] = field(default_factory=dict)
+    """Site name -> the rotation that its values went through."""
+    left_out: tuple[str, ...] = ()
+    """What the model's structure forbids, and why."""
+    added: tuple[str, ...] = ()
+    """Keys of the state dict that the model had not before."""
+    moved: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a key of the state dict -> what it was before."""
+
+    def original_keys(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state dict by the keys that the model had before; without what was added."""
+        kept = {key: value for key, value in state.items() if key not in self.added}
+        for now, before in self.moved.items():
+            kept = {before + key.removeprefix(now) if key.startswith(now) else key: v for key, v in kept.items()}
+        return kept
+
+
+class Rotation(nn.Module):
+    """M x for every block of as many channels as M has."""
+
+    matrix: Tensor
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("matrix", matrix.T.to(torch.float32, copy=True))  # multiplied from the right
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = len(self.matrix)
+        return x @ self.matrix if x.shape[-1] == size else (x.unflatten(-1, (-1, size)) @ self.matrix).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"blocks of {len(self.matrix)}"
+
+
+def teacher_of(model: nn.Module, scheme: Quantization) -> nn.Module:
+    """The full-precision model of a run: a copy of the user's in the common form, rotated as the recipe says."""
+    return rotate(expose(model), scheme.rotate)
+
+
+def rotated(model: nn.Module) -> Rotated:
+    """What was rotated in a model, a teacher, student or deployed."""
+    found = getattr(model, "_maskaq_rotated", None)
+    return found if isinstance(found, Rotated) else Rotated()
+
+
+@torch.no_grad()
+def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Module:
+    """A rotated copy of an exposed model: the same outputs. The model itself if there is nothing to do.
+
+    Args:
+        names: out of `ROTATIONS`.
+        blank: only put in what a rotated model has more, and leave the weights: others will be loaded.
+    """
+    asked = tuple(names)
+    for name in asked:
+        if name not in ROTATIONS:
+            raise RecipeError(f"quantization.rotate: {unknown('rotation', str(name), ROTATIONS)}")
+    names = tuple(name for name in ROTATIONS if name in asked)
+    if (before := rotated(model).names) == names:
+        return model
+    if before:
+        raise ModelError(f"this model is rotated already ({', '.join(before)}): give the one it was made from")
+    refuse_quantized(model)
+    rotator = _Rotator(copy.deepcopy(model), blank)
+    for name in names:
+        getattr(rotator, name)()
+    found = Rotated(names, rotator.sites, tuple(rotator.left_out), tuple(rotator.added), rotator.moved)
+    rotator.model._maskaq_rotated = found  # type: ignore[assignment]
+    return rotator.model
+
+
+def hadamard(size: int) -> Tensor:
+    """Sylvester's matrix of a power of two, with rows of length 1: every entry is as large as the others.
+
+    >>> hadamard(2) * 2**0.5
+    tensor([[ 1.,  1.],
+            [ 1., -1.]], dtype=torch.float64)
+    """
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(size)
+
+
+def mean_keeping(size: int) -> Tensor:
+    """An orthogonal matrix R with R 1 = 1 that mixes all channels: LayerNorm(R x) = R LayerNorm(x), exactly.
+
+    R = C^T S C, with C the discrete cosine transform, whose first row is constant, and S signs: fixed random ones, and
+    + for the first. R keeps the mean of x and its distance from the mean, which is all that a norm divides by.
+    """
+    k, n = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
+    cosine = torch.cos(math.pi * k * (2 * n + 1) / (2 * size)) * math.sqrt(2 / size)
+    cosine[0] /= math.sqrt(2)
+    signs = torch.where(uniform(image_keys(0, torch.arange(size)), 1)[:, 0] < 0.5, -1.0, 1.0).double()
+    signs[0] = 1
+    return cosine.T @ (signs[:, None] * cosine)
+
+
+def _mixing(size: int) -> Tensor:
+    return hadamard(size) if size & (size - 1) == 0 else mean_keeping(size)
+
+
+class _Rotator:
+    """One model, rotated in place; all arithmetic is in float64."""
+
+    def __init__(self, model: nn.Module, blank: bool) -> None:
+        self.model, self.blank = model, blank
+        self.sites: dict[str, str] = {}
+        self.left_out: list[str] = []
+        self.added: list[str] = []
+        self.moved: dict[str, str] = {}
+
+    def heads(self) -> None:
+        """q' = M q and k' = M k have the products of q and k; proj undoes v' = M v. All heads of a layer have one M."""
+        reasons: dict[str, list[str]] = {}
+        for name in (layer.attention for layer in geometry(self.model).layers):
+            attention: Any = self.model.get_submodule(name)
+            for_qk, for_v = _obstacle(attention, "q_norm", "k_norm"), _obstacle(attention, "norm", "gate")
+            for what, reason in (("q and k", for_qk), ("v", for_v)):
+                reasons.setdefault(f"heads, {what}: {reason}", []).extend([name] if reason else [])
+            matrix = _mixing(attention.qkv.out_features // (3 * attention.num_heads))
+            same = torch.eye(len(matrix), dtype=torch.float64)
+            each = torch.stack([same if reason else matrix for reason in (for_qk, for_qk, for_v)])
+            self.change(attention.qkv.weight, _rows_of_heads, each)
+            self.change(attention.qkv.bias, _rows_of_heads, each)
+            if not for_qk:
+                self.sites |= dict.fromkeys((f"{name}.qk.a", f"{name}.qk.b"), "heads")
+            if not for_v:
+                self.change(attention.proj.weight, _columns, matrix)
+                self.sites |= dict.fromkeys((f"{name}.av.b", f"{name}.proj.input"), "heads")
+        self.left_out += [f"{reason} ({names[0]}, {len(names)} in all)" for reason, names in reasons.items() if names]
+
+    def residual(self) -> None:
+        """Every stream x becomes R x: what writes to it is multiplied by R, what reads from it by R^T.
+
+        A norm's own scale and shift do not commute with R, so they go into the layers that read it.
+        """
+        family = next(family for family in FAMILIES if isinstance(self.model, family.ROOT))
+        streams = family.streams(self.model)
+        if isinstance(streams, str):
+            self.left_out.append(f"residual: {streams}")
+            return
+        for stream in streams:
+            self._turn(stream, mean_keeping(stream.width))
+
+    def _turn(self, stream: Stream, matrix: Tensor) -> None:
+        for reader in stream.readers:
+            norm: Any = self.model.get_submodule(reader.norm) if reader.norm else None
+            scale, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+            for name in reader.layers:
+                linear: Any = self.model.get_submodule(name)
+                if shift is not None:
+                    self._ensure_bias(name, linear)
+                    self.change(linear.bias, torch.addmv, linear.weight, shift)
+                if scale is not None:
+                    self.change(linear.weight, torch.mul, scale)
+                self.change(linear.weight, _columns, matrix)
+                self.sites[f"{name}.input"] = "residual"
+            self.change(scale, torch.ones_like)
+            self.change(shift, torch.zeros_like)
+        for name, behind in stream.writers:
+            writer: Any = self.model.get_submodule(name)
+            gamma: Any = self.model.get_submodule(behind).gamma if behind else None
+            for tensor in (writer.weight, writer.bias):
+                if gamma is not None:
+                    self.change(tensor, _scaled_rows, gamma)
+                self.change(tensor, _rows, matrix)
+            self.change(gamma, torch.ones_like)
+        for name in stream.tokens:
+            self.change(getattr(self.model, name), torch.matmul, matrix.T)
+        if stream.entry:
+            self._append(stream.entry, Rotation(matrix))
+
+    def hidden(self) -> None:
+        """An online rotation in front of every fc2, which undoes it."""
+        for name in mlps(self.model):
+            mlp: Any = self.model.get_submodule(name)
+            width = mlp.fc2.in_features
+            if (size := math.gcd(width, BLOCK)) == 1:
+                self.left_out.append(f"hidden: {name} has {width} channels, an odd number")
+                continue
+            matrix = hadamard(size)
+            self._append(f"{name}.norm", Rotation(matrix))
+            self.change(mlp.fc2.weight, _columns, matrix)
+            self.sites[f"{name}.fc2.input"] = "hidden"
+
+    def change(self, tensor: Tensor | None, function: Callable[..., Tensor], *others: Tensor) -> None:
+        """tensor <- function(tensor, *others)."""
+        if tensor is not None and not self.blank and not tensor.is_meta:
+            doubles = (other.to(tensor.device, torch.float64) for other in (tensor, *others))
+            tensor.copy_(function(*doubles).reshape(tensor.shape))
+
+    def _ensure_bias(self, name: str, linear: nn.Linear) -> None:
+        if linear.bias is None:
+            linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features), requires_grad=False)
+            self.added.append(f"{name}.bias")
+
+    def _append(self, name: str, rotation: Rotation) -> None:
+        """Let what a module gives be rotated; the modules here are norms, or Identities in the place of one."""
+        module, where = self.model.get_submodule(name), name
+        rotation.to(next(self.model.parameters()).device)
+        if not is_absent(module):
+            self.moved[f"{name}.0."] = f"{name}."
+            module, where = nn.Sequential(module, rotation), f"{name}.1"
+        else:
+            module = rotation
+        replace_module(self.model, name, module)
+        self.added.append(f"{where}.matrix")
+
+
+def _columns(weight: Tensor, matrix: Tensor) -> Tensor:
+    """W M^T, for every block of as many columns as M has."""
+    return weight.unflatten(1, (-1, len(matrix))) @ matrix.T
+
+
+def _rows(weight: Tensor, matrix: Tensor) -> Tensor:
+    """M W, of a weight or a bias."""
+    return torch.tensordot(matrix, weight, dims=1)
+
+
+def _scaled_rows(weight: Tensor, factors: Tensor) -> Tensor:
+    return weight * factors.view(-1, *[1] * (weight.dim() - 1))
+
+
+def _rows_of_heads(weight: Tensor, matrices: Tensor) -> Tensor:
+    """M W, of the weight or the bias of q, k and v: a matrix for each of the three, the same for all heads."""
+    found: Tensor = torch.einsum("kde,khe...->khd...", matrices, weight.unflatten(0, (3, -1, matrices.shape[1])))
+    return found
+
+
+def _obstacle(attention: Any, *names: str) -> str:
+    """Why values cannot be rotated in front of these modules; empty if none of them is there."""
+    there = [name for name in names if not is_absent(getattr(attention, name, None))]
+    return f"{there[0]} works channel by channel" if there else ""

@@ -163,8 +163,18 @@ def test_a_folder_without_classes_gives_no_accuracy_of_neighbours(folder):
     model = expose(tiny_vit(num_classes=0))
     found = evaluate(model, image_folder(folder / "dark", model))
     assert found.knn is None and found.n == 6
-    with pytest.raises(DataError, match="class"):
+    with pytest.raises(DataError, match="sub-folder of images per class"):
         image_folder(folder / "dark", expose(tiny_vit()))
+
+
+def test_a_folder_that_does_not_suit_a_model_without_classes_is_refused(folder, tmp_path):
+    model = expose(tiny_vit(num_classes=0))
+    (tmp_path / "empty").mkdir()
+    for path, words in ((tmp_path / "empty", "no image files"), (tmp_path / "gone", "does not exist")):
+        with pytest.raises(DataError, match=f"{words}.*folder of images"):
+            image_folder(path, model)
+    with pytest.raises(DataError, match="class-index.*no classes"):
+        image_folder(folder, model, class_index=tmp_path / "index.json")
 
 
 # ---- runs
@@ -229,6 +239,8 @@ def test_a_model_without_a_classifier_goes_all_the_way_by_command(tmp_path, fold
     told = capsys.readouterr().out
     assert "task: features" in told and "k-NN" in told
     assert main(["export", str(out), "--data", str(folder)]) == 0
-    assert "agree on" in capsys.readouterr().out and (out / "model.onnx").exists()
+    assert "cosine similarity above 0.99 on" in capsys.readouterr().out and (out / "model.onnx").exists()
+    assert main(["evaluate", str(out / "quantized"), "--data", str(folder / "dark")]) == 1  # nothing to compare with
+    assert "full-precision model" in capsys.readouterr().err
     table = compare(open_run(out), lambda model: image_folder(folder, model))
     assert table["maskaq"].to_dict() == pytest.approx(metrics["maskaq"])

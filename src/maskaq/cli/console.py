@@ -255,13 +255,13 @@ def verification(found: "Verification", runtime: str, products: "Products") -> I
         )
     same = round(found.agreement * found.images)
     yield (
-        f"from the same codes outputs differ by {found.logits:.0e}; each with its own codes, file and model agree on "
-        f"{same} of {found.images} images (correlation of outputs {found.correlation:.4f})"
+        f"from the same codes outputs differ by {found.logits:.0e}; each with its own codes, file and model "
+        f"{found.agreement_means} on {same} of {found.images} images (correlation of outputs {found.correlation:.4f})"
     )
     if same < found.images:
         yield (
             "this is expected: the last bit of a float can turn a rounding, and in a low-bit model one turned rounding "
-            "can change the class; what the file has to get right are the codes and the outputs from the same codes"
+            "can change the output; what the file has to get right are the codes and the outputs from the same codes"
         )
     yield f"{runtime} computes {products}"
 

@@ -58,6 +58,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     try:
         if of_run:
             results.write_metrics(chosen.model, table, data)
+            console.print(f"metrics.json, the model card and the report of {chosen.model} now have these figures")
     finally:  # what was measured is kept wherever it can be
         if arguments.json:
             write_json_atomic(arguments.json, results.metrics(table, data))

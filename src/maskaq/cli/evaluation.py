@@ -89,6 +89,13 @@ def accuracy_of_model(
     progress.stage(f"evaluate {chosen.model}", len(loader.dataset))  # type: ignore[arg-type]
     row = CALIBRATED if is_saved else FULL_PRECISION
     found = evaluate(model.to(device), loader, progress)
+    if is_saved and found.to_dict().get("cosine", 0) is None:
+        if found.to_dict()["knn"] is None:
+            raise DataError(
+                f"nothing can be measured: the folder has no classes, and features are compared with those of the "
+                f"full-precision model, which {chosen.model} does not have: evaluate the run folder"
+            )
+        progress.note("cosine similarity needs the full-precision model: evaluate the run folder to have it")
     return {row: found if is_saved else found.as_full()}, caveat
 
 

@@ -88,10 +88,12 @@ def image_folder(
     For a model without a classifier there may be any number of sub-folders, or none: then images have the label -1.
     """
     root = Path(path)
+    has_classes = task_of(model).name == "classification"
+    expected = "expected a folder with one sub-folder of images per class"
+    if not has_classes:
+        expected = "expected a folder of images, or of one sub-folder of images per class"
     if not os.path.isdir(root):
-        raise DataError(
-            f"image folder {root} {_absent(root)}; expected a folder with one sub-folder of images per class"
-        )
+        raise DataError(f"image folder {root} {_absent(root)}; {expected}")
     config = data_config(model)
     if crop_pct is not None:
         config["crop_pct"] = crop_pct
@@ -99,13 +101,17 @@ def image_folder(
         config["interpolation"] = interpolation
     transform = create_transform(**config, is_training=False)
     loader = partial(read_image, channels=config["input_size"][0])
-    has_classes = task_of(model).name == "classification"
+    if not has_classes and class_index is not None:
+        raise DataError(f"--class-index {class_index} is for classifiers: this model has no classes")
     if not has_classes and not any(entry.is_dir() for entry in os.scandir(root)):
-        return _Loader(_Unlabelled(image_files(root, 1), transform, loader), batch_size=batch, num_workers=workers)
+        files = _images_in(root)
+        if not files:
+            raise DataError(f"{root} has no image files: {expected}")
+        return _Loader(_Unlabelled(files, transform, loader), batch_size=batch, num_workers=workers)
     try:
         dataset = ImageFolder(str(root), transform=transform, loader=loader)
     except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{root} is not an image folder: {error}") from error
+        raise DataError(f"{root} is not an image folder: {expected}, and {str(error).rstrip('.')}") from error
     if has_classes:
         dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
     return _Loader(dataset, batch_size=batch, num_workers=workers)
@@ -130,12 +136,16 @@ def _absent(root: Path) -> str:
     return "is a file" if os.path.exists(root) else "does not exist"
 
 
+def _images_in(root: Path) -> list[Path]:
+    return sorted(file for file in root.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
+
+
 def image_files(path: str | Path, wanted: int) -> list[Path]:
     """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
     root = Path(path)
     if not os.path.isdir(root):
         raise DataError(f"image folder {root} {_absent(root)}; expected a folder of images, or of folders of images")
-    found = sorted(file for file in root.rglob("*") if file.suffix.lower() in IMG_EXTENSIONS and file.is_file())
+    found = _images_in(root)
     if len(found) < wanted:
         few = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"
         raise DataError(f"{few}: --set synthesis.images={len(found)}" if found else f"{few}: expected image files")

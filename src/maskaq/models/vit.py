@@ -120,7 +120,7 @@ def streams(model: Any) -> tuple[Stream, ...] | str:
     if any(type(block) is timm_vit.ResPostBlock for block in model.blocks):
         return "each block adds the output of a norm"
     if model.global_pool not in ("token", "avg"):
-        return f"pooling by {model.global_pool} depends on the basis"
+        return f"the model's pooling (global_pool is {model.global_pool!r}) depends on the basis"
     norms = [name for name in ("norm", "fc_norm") if not is_absent(getattr(model, name))]
     heads = [name for name in ("head", "head_dist") if not is_absent(getattr(model, name, None))]
     if not heads:

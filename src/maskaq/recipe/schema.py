@@ -520,7 +520,7 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
     if hint == tuple[str, ...]:  # a set of words, in the order of its choices; `--set` may join them by commas
         words = [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
-            raise RecipeError(f"{dotted}: expected a list of words, got {value!r}")
+            raise RecipeError(f"{dotted}: expected a list out of {', '.join(limits['choices'])}, got {value!r}")
         for word in words:
             if word not in limits["choices"]:
                 raise RecipeError(f"{dotted}: {unknown('value', word, limits['choices'])}")

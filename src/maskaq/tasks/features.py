@@ -60,7 +60,8 @@ class FeatureResult:
         return replace(self, cosine=1.0)
 
     def to_dict(self) -> dict[str, float | None]:
-        figures = {"cosine": self.cosine, "standard_error": self.standard_error, "knn": self.knn}
+        error = None if self.cosine is None else self.standard_error
+        figures = {"cosine": self.cosine, "standard_error": error, "knn": self.knn}
         return figures | {"n": self.n}
 
 

@@ -52,6 +52,8 @@ class Verification:
     """Codes that differ because a value lay on the border between two."""
     farthest: float
     """The largest distance of such a value from its border, in steps."""
+    agreement_means: str
+    """What file and model do on an image where they agree."""
     logits: float
     """The largest difference of logits from the same codes, in shares of the largest logit."""
     images: int
@@ -83,6 +85,12 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
 
 
 @torch.no_grad()
+def agreement_means(model: nn.Module) -> str:
+    if task_of(model).name == "classification":
+        return "predict the same class"
+    return "give features with a cosine similarity above 0.99"
+
+
 def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: np.ndarray) -> Verification:
     """Combine passes fed with the runtime's codes with a comparison of the logits of a free-running pass."""
     ours = model(images)
@@ -95,6 +103,7 @@ def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]"
         farthest=max(p.farthest for p in passes),
         logits=max(p.logits for p in passes),
         images=len(images),
+        agreement_means=agreement_means(model),
         agreement=(task_of(model).agreement(ours, theirs) > 0.99).double().mean().item(),
         correlation=torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1].item(),
     )

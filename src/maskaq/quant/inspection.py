@@ -71,7 +71,7 @@ def _inspect(model: nn.Module, values: int) -> Inspection:
         parts = [kind.part(module, slot) for slot in kind.slots]
         first, second = map(_bits, parts)
         sites = [site for part in parts if (site := getattr(part, "site", None)) is not None]
-        names = ", ".join(site.quantizer for site in sites)
+        names = ", ".join(site.quantizer + " per head" * bool(site.heads) for site in sites)
         turned = ", ".join(dict.fromkeys(site.rotation for site in sites if site.rotation))
         if kind.name == "product":
             bits = f"{first or 'float'}, {second or 'float'}"

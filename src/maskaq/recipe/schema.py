@@ -76,6 +76,9 @@ class Rule:
     bits: str = setting("", "2 to 8, or float", choices=("", "2", "3", "4", "5", "6", "7", "8", "float"))
     quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
     range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse"))
+    granularity: str = setting(
+        "", "of an attention product's operand: one range per tensor or per head", choices=("", "tensor", "head")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,7 @@ class Quantization:
         "the hidden channels of MLPs (online)",
         choices=ROTATIONS,
     )
-    rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
+    rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range, granularity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +249,8 @@ class Recipe:
         for rule in self.quantization.rule:
             if not rule.match:
                 raise RecipeError("quantization.rule: expected match, a pattern of site names, in every rule")
-            if not (rule.bits or rule.quantizer or rule.range):
-                raise RecipeError(f"quantization.rule {rule.match!r}: expected bits, quantizer or range")
+            if not (rule.bits or rule.quantizer or rule.range or rule.granularity):
+                raise RecipeError(f"quantization.rule {rule.match!r}: expected bits, quantizer, range or granularity")
         if self.synthesis.mask.end > self.synthesis.mask.start:
             raise RecipeError(
                 f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start "

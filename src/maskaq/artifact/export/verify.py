@@ -192,11 +192,11 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
         if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
             raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
         theirs = theirs.view_as(x)
-        steps, ours = x / grid.scale + grid.zero_point, grid.codes(x)
+        ours = grid.codes(x)
         differ = ours != theirs
         if differ.any():
-            border = (ours[differ] + theirs[differ]) / 2
-            distance = (steps[differ] - border).abs().max().item()
+            border = grid.border(torch.minimum(ours, theirs))
+            distance = (x / grid.scale - border)[differ].abs().max().item()
             jump = (ours - theirs).abs().max().item()
             if strict and (jump > 1 or not distance <= NEAR):
                 raise ExportError(
@@ -205,7 +205,7 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
                 )
             found.turned, found.farthest = found.turned + int(differ.sum()), max(found.farthest, distance)
         found.codes += theirs.numel()
-        return (theirs - grid.zero_point) * grid.scale
+        return grid.values(theirs)
 
     grids = grids_of(model)
     handles = [

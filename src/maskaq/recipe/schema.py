@@ -116,7 +116,9 @@ class Quantization:
         "the hidden channels of MLPs (online)",
         choices=ROTATIONS,
     )
-    rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range, granularity")
+    rule: tuple[Rule, ...] = setting(
+        (), "exceptions, [[quantization.rule]]: match, bits, quantizer, range, granularity"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

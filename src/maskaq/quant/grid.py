@@ -121,9 +121,15 @@ def log_levels(bits: int, octaves: float) -> Tensor:
 def level_borders(levels: Tensor) -> Tensor:
     """(2^bits - 1,) borders between neighbouring levels, all halves: rounded to integers, no value lies on one.
 
-    So a code is a function of x / scale rounded to 8 bits, which a table of 256 entries computes.
+    So a code is a function of x / scale rounded to 8 bits: see `level_table`.
     """
     return ((levels[1:] + levels[:-1]) / 2).floor() + 0.5
+
+
+def level_table(levels: Tensor) -> Tensor:
+    """(256,) the level nearest to each integer."""
+    integers = torch.arange(LARGEST_LEVEL + 1, device=levels.device, dtype=levels.dtype)
+    return levels[torch.bucketize(integers, level_borders(levels))]
 
 
 def log_quantize(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
@@ -148,7 +154,7 @@ class _LogFakeQuantize(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         steps = (x if x.dtype == wide else x.to(wide)) / scale
         ctx.save_for_backward(steps, scale, levels)
-        values = levels[torch.bucketize(steps.round(), level_borders(levels), out_int32=True)] * scale
+        values = levels.to(wide)[torch.bucketize(steps.round(), level_borders(levels), out_int32=True)] * scale
         return values if x.dtype == wide else values.to(x.dtype)
 
     @staticmethod

@@ -36,7 +36,7 @@ from maskaq.artifact.export.metadata import PREFIX, REMEDY, as_text, describe, o
 from maskaq.errors import ExportError
 from maskaq.models import AttentionProducts, data_config
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid, LogGrid
-from maskaq.quant.grid import level_borders
+from maskaq.quant.grid import level_table
 from maskaq.storage.files import write_bytes_atomic
 
 try:
@@ -349,8 +349,7 @@ def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
 
 def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray) -> list[ir.Node]:
     """From 0 .. 255 to the nearest level."""
-    near = levels[np.searchsorted(level_borders(torch.from_numpy(levels)).numpy(), np.arange(256))]
-    table = _constant(graph, f"{name}.table", near.astype(np.uint8))
+    table = _constant(graph, f"{name}.table", level_table(torch.from_numpy(levels)).numpy().astype(np.uint8))
     shape = ir.node("Shape", [codes], name=f"{name}.shape")
     flat = ir.node("Reshape", [codes, _constant(graph, f"{name}.flat", np.array([-1]))], name=f"{name}.flatten")
     index = ir.node("Cast", [flat.outputs[0]], {"to": int(ir.DataType.INT32)}, name=f"{name}.index")

@@ -4,10 +4,10 @@ It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip
 
     Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
 
-which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes
-up only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
-`DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The graph is read, not converted:
-`openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
+which is the same grid and runs faster; the table of a logarithmic grid stays. A FakeQuantize of 2^b levels would be
+simpler, but the CPU plugin (2026.4) takes up only those of 16 and 256. Behind any other it quantizes the activations
+once more, on the fly (its default, `DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The
+graph is read, not converted: `openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
 """
 
 import tempfile
@@ -69,23 +69,19 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
 
 def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
     before, after = nodes[f"{name}.quantize"], nodes[f"{name}.dequantize"]
-    rounded = before.input_value(0).get_node()  # a FakeQuantize of 256 levels; `before` is a Convert to uint8
-    x = rounded.input_value(0)
+    x = before.input_value(0).get_node().input_value(0)  # a FakeQuantize of 256 levels and a Convert to uint8
     step = after.input_value(1).get_node().get_data()  # of the codes' values: with the gain of scores
     if grid.scale.dim():
-        if f"{name}.cut_max" in nodes:
-            x = nodes[f"{name}.cut_max"].input_value(0)
-        fused = rounded = _head_codes(x, grid)
-        before.input(0).replace_source_output(rounded.output(0))
-        after_codes = opset13.subtract(rounded, grid.zero_point.numpy())
-        values = opset13.multiply(after_codes, np.float32(step))
+        fused = _head_codes(nodes[f"{name}.cut_max"].input_value(0) if f"{name}.cut_max" in nodes else x, grid)
+        values = opset13.multiply(opset13.subtract(fused, grid.zero_point.numpy()), np.float32(step))
+        before.input(0).replace_source_output(fused.output(0))
     elif not isinstance(grid, LogGrid):
         scale, zero = grid.scale.item(), grid.zero_point.item()
         if grid.bits < 8:
             x = opset13.minimum(x, np.float32((grid.top - zero) * scale))
         bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in (0, _LEVELS - 1)]
         fused = values = opset13.fake_quantize(x, *bounds, _LEVELS)
-    if isinstance(grid, LogGrid):  # the table stays
+    if isinstance(grid, LogGrid):  # its table stays
         after.output(0).set_names({_ON_GRID.format(name)})
         return
     fused.set_friendly_name(name)

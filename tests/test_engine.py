@@ -238,6 +238,16 @@ def test_maps_of_probabilities_take_the_plain_products(fast):
 
 
 @inside
+@pytest.mark.parametrize("build", [CLASS_TOKEN, SHIFTED], ids=["class_token", "shifted"])
+def test_a_log_grid_and_ranges_of_heads_take_the_fused_kernel(fast, build):
+    rules = ('{match="*.av.a", quantizer="log"}', '{match="*.qk.*", granularity="head"}')
+    rules = (*rules, '{match="*.av.*", granularity="head"}')
+    names = ("class_prior", "attention_alignment")
+    assert_alike(fast, *(f"quantization.rule={rule}" for rule in rules), build=build, only=names)
+    assert fast.blocks(fused=True) and not fast.blocks(fused=False)
+
+
+@inside
 def test_a_quantizer_of_ones_own_takes_the_plain_products(fast):
     @quantizer("square_root")
     class SquareRoot(LSQ):

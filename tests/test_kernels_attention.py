@@ -30,7 +30,15 @@ def compiled(kernel, absent, constants, options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    full_precision = {"p_scale_ptr", "bias_ptr", "lse_ptr", "d_p_scale_ptr", "received_ptr", "d_received_ptr"}
+    full_precision = {
+        "p_scale_ptr",
+        "p_table_ptr",
+        "bias_ptr",
+        "lse_ptr",
+        "d_p_scale_ptr",
+        "received_ptr",
+        "d_received_ptr",
+    }
     blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
     constants = {**constants, **blocks, **dict.fromkeys(absent)}
     signature, attributes = {}, {}
@@ -49,7 +57,10 @@ def compiled(kernel, absent, constants, options):
 
 
 @outside
-@pytest.mark.parametrize(("tokens", "head_dim", "absent"), [(197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())])
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "absent"),
+    [(197, 64, {"bias_ptr", "d_logits_ptr", "p_table_ptr"}), (197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())],
+)
 def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
     pitch = -(-tokens // 8) * 8
     shape = dict(T=tokens, D=head_dim, PITCH=pitch, P_TOP=15, FIRST_READER=0, READERS=1)
@@ -70,7 +81,7 @@ def test_the_bias_of_a_window_is_read_in_whole_rows():
     shape, options = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0), kernels._forward_options(49, 32)
 
     def loads(*absent):
-        return compiled(kernels._forward_kernel, absent, shape, options).asm["ptx"].count("ld.global")
+        return compiled(kernels._forward_kernel, ("p_table_ptr", *absent), shape, options).asm["ptx"].count("ld.global")
 
     of_bias = loads("scores_ptr", "received_ptr") - loads("scores_ptr", "received_ptr", "bias_ptr")
     assert 0 < of_bias <= 64 * 64 // 128 // 4, "four values at a time"
@@ -144,6 +155,33 @@ def assert_same(ours, theirs, **tolerance):
 def test_equals_the_plain_ops(tokens, head_dim, heads, windows, step, use):
     inputs = case(tokens, head_dim, windows, step, batch=2, heads=heads)
     assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
+
+
+@inside
+@pytest.mark.parametrize("steps", [[0.001], [0.001, 0.003]], ids=["tensor", "head"])
+@pytest.mark.parametrize("levels", [None, grid.log_levels(3, 6.5)], ids=["uniform", "log"])
+def test_levels_and_a_step_for_each_head_equal_the_plain_ops(levels, steps):
+    *inputs, _ = case(tokens=13, windows=2, batch=2, heads=2)
+    inputs.append(torch.tensor(steps).requires_grad_())
+    table = None if levels is None else grid.level_table(levels)
+
+    def plain(q, k, v, bias, p_scale, p_top):
+        scores = q @ k.transpose(-2, -1)
+        probs = ((scores * SCALE).unflatten(0, (-1, len(bias))) + bias).flatten(0, 1).softmax(-1)
+        step = p_scale.view(-1, 1, 1)
+        on_grid = grid.fake_quantize(probs, step, 0, 0, p_top) if levels is None else None
+        on_grid = grid.log_fake_quantize(probs, step, levels) if on_grid is None else on_grid
+        return on_grid @ v, scores, scores[:, :, 1:].mean(dim=2)
+
+    def fused(q, k, v, bias, p_scale, p_top):
+        patches = (1, q.shape[2] - 1)
+        heads, scores, received = kernels.attention(q, k, v, SCALE, bias, p_scale, p_top, True, patches, table)
+        return heads, scores[..., : q.shape[2]], received
+
+    use = ("heads", "scores", "received")
+    ours, theirs = (results(function, inputs, use, p_top=255) for function in (fused, plain))
+    assert_same(ours, theirs, atol=2e-5, rtol=2e-5)
+    assert ours[-1].shape == (len(steps),) and ours[-1].all(), "some probabilities are clipped, some are not"
 
 
 @inside

@@ -94,7 +94,7 @@ def test_a_rule_that_matches_nothing_is_an_error_with_a_near_name():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('quantization.rule={match="head.*"}', "expected bits, quantizer or range"),
+        ('quantization.rule={match="head.*"}', "expected bits, quantizer, range or granularity"),
         ("quantization.rule={bits=8}", "expected match"),
         ('quantization.rule={match="head.*", bits=9}', "bits"),
         ('quantization.rule={match="head.*", bist=8}', "bist"),

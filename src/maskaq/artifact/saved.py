@@ -27,7 +27,7 @@ from maskaq.artifact.card import model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.load import architecture_of_state, load_shape, rebuild
-from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight
+from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 from maskaq.quant.plan import QuantPlan, plan_of
@@ -217,11 +217,23 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
             "value": "(code - zero_point) * scale",
             "dynamic": False,
         },
+        **_other_grids(model),
         **({"rotate": list(names)} if (names := rotated(model).names) else {}),
         "exceptions": {name: site for name, site in unusual.items() if site},
         "sites": sites,
         **({} if (plan := plan_of(model)) is None else {"plan": plan.to_dict()}),
     }
+
+
+def _other_grids(model: nn.Module) -> dict[str, Any]:
+    """What is said of activations whose grid is another than that of most; nothing where there are none."""
+    grids = {name: module for name, module in model.named_modules() if isinstance(module, FixedGrid)}
+    log = [name for name, grid in grids.items() if isinstance(grid, LogGrid)]
+    heads = [name for name, grid in grids.items() if grid.scale.dim()]
+    rules = {"levels": "2^bits integers from 0 to 255, rising", "value": "levels[code] * scale"}
+    return ({"log_activations": rules | {"grids": log}} if log else {}) | (
+        {"per_head_activations": {"granularity": "head", "grids": heads}} if heads else {}
+    )
 
 
 _LINEAR, _PRODUCT = ("weight_bits", "input_bits"), ("a_bits", "b_bits")
@@ -434,7 +446,8 @@ def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
     state = dict(deployed.state_dict())
     for name, module in deployed.named_modules():
         if isinstance(module, FixedGrid):
-            del state[f"{name}.scale"], state[f"{name}.zero_point"]
+            for own, _ in module.named_buffers():
+                del state[f"{name}.{own}"]
         elif isinstance(module, CodedWeight):
             del state[f"{name}.scale"]
             state[name] = state.pop(f"{name}.codes")

@@ -22,8 +22,9 @@ from maskaq.engine.reference import Engine, Step
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry
+from maskaq.quant.grid import LARGEST_LEVEL, level_table
 from maskaq.quant.layers import QuantMatmul
-from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.quantizers import Log, Quantizer
 
 
 class FastEngine(Engine):
@@ -195,10 +196,12 @@ def _fused_attention(
     q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
     if isinstance(attention.av, QuantMatmul):
         v = attention.av.b_quantizer(v)
+    p_scale, p_top, p_table = grid
     heads, scores, received = attention_kernel.attention(
-        *(q, k, v, attention.scale, bias, *grid),
+        *(q, k, v, attention.scale, bias, p_scale, p_top),
         keep_scores="scores" in attention.listened,
         readers=attention.readers(q.shape[2]) if "scores_received" in attention.listened else (0, 0),
+        p_table=p_table,
     )
     return {"heads": heads, "scores": scores, "scores_received": received}
 
@@ -217,16 +220,21 @@ def _is_patchwise(conv: Any) -> bool:
     return conv.kernel_size == conv.stride and conv.padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
 
 
-def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int] | None:
-    """Scale and largest code of the softmax's grid; (None, 0) if it is not quantized; None if the kernel lacks it."""
+def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int, Tensor | None] | None:
+    """Scale, largest code and table of levels, if any, of the softmax's unsigned grid.
+
+    (None, 0, None): in float; None: a grid the kernel has not.
+    """
     quantizer = av.a_quantizer if isinstance(av, QuantMatmul) else None
     if not isinstance(quantizer, Quantizer):
-        return None, 0
-    if type(quantizer).fake_quantize is not Quantizer.fake_quantize or quantizer.site.signed:
+        return None, 0, None
+    if type(quantizer).fake_quantize not in (Quantizer.fake_quantize, Log.fake_quantize) or quantizer.site.signed:
         return None
     batch, heads, tokens, _ = q.shape
     scale, _ = quantizer.step(batch * heads * tokens * tokens)
-    return scale, quantizer.high
+    if isinstance(quantizer, Log):
+        return scale, LARGEST_LEVEL, level_table(quantizer.levels)
+    return scale, quantizer.high, None
 
 
 _FUSED_MAP_LOSSES = {

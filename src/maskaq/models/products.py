@@ -32,6 +32,7 @@ class AttentionProducts(nn.Module):
     """
 
     scale: float
+    num_heads: int
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from maskaq.errors import ModelError
 from maskaq.models.products import Matmul
+from maskaq.quant.grid import level_borders, log_dequantize, log_quantize
 from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul
-from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.quantizers import Log, Quantizer
 from maskaq.quant.site import Site
 
 Part = tuple[int, Site | None] | None
@@ -19,7 +20,10 @@ Part = tuple[int, Site | None] | None
 
 
 class FixedGrid(nn.Module):
-    """Rounds activations to a uniform unsigned grid of one scale and zero point: (code - zero_point) * scale."""
+    """Rounds activations to a uniform unsigned grid: (code - zero_point) * scale.
+
+    It has one scale and zero point, or one for each head, (heads, 1, 1).
+    """
 
     scale: Tensor
     zero_point: Tensor
@@ -29,18 +33,45 @@ class FixedGrid(nn.Module):
         self.bits = bits
         self.site = site
         self.top = (1 << bits) - 1
-        self.register_buffer("scale", torch.ones(()))
-        self.register_buffer("zero_point", torch.zeros(()))
+        shape = (site.heads, 1, 1) if site is not None and site.heads else ()
+        self.register_buffer("scale", torch.ones(shape))
+        self.register_buffer("zero_point", torch.zeros(shape))
 
     def codes(self, x: Tensor) -> Tensor:
         """The integer codes, 0 to top, as floats."""
         return (torch.round(x / self.scale) + self.zero_point).clamp(0, self.top)
 
+    def values(self, codes: Tensor) -> Tensor:
+        return (codes - self.zero_point) * self.scale
+
+    def border(self, codes: Tensor) -> Tensor:
+        """x / scale between each of these codes and the next."""
+        return codes + 0.5 - self.zero_point
+
     def forward(self, x: Tensor) -> Tensor:
-        return (self.codes(x) - self.zero_point) * self.scale
+        return self.values(self.codes(x))
 
     def extra_repr(self) -> str:
         return f"{self.bits} bits"
+
+
+class LogGrid(FixedGrid):
+    """Rounds activations to a logarithmic grid, of a quantizer `log`: levels[code] * scale."""
+
+    levels: Tensor
+
+    def __init__(self, bits: int, site: Site | None = None) -> None:
+        super().__init__(bits, site)
+        self.register_buffer("levels", torch.arange(1 << bits, dtype=torch.float32))
+
+    def codes(self, x: Tensor) -> Tensor:
+        return log_quantize(x, self.scale, self.levels).to(x.dtype)
+
+    def values(self, codes: Tensor) -> Tensor:
+        return log_dequantize(codes.int(), self.scale, self.levels)
+
+    def border(self, codes: Tensor) -> Tensor:
+        return level_borders(self.levels)[codes.int().clamp(max=self.top - 1)]
 
 
 class CodedWeight(nn.Module):
@@ -149,7 +180,11 @@ def _blank_bias(layer: nn.Linear | nn.Conv2d) -> Tensor | None:
 
 
 def _blank_grid(part: Part) -> nn.Module:
-    return nn.Identity() if part is None else FixedGrid(*part)
+    return nn.Identity() if part is None else _grid_type(part[1])(*part)
+
+
+def _grid_type(site: Site | None) -> type[FixedGrid]:
+    return LogGrid if site is not None and site.quantizer == "log" else FixedGrid
 
 
 def _plain(bias: Tensor | None) -> Tensor | None:
@@ -159,11 +194,14 @@ def _plain(bias: Tensor | None) -> Tensor | None:
 def _grid(quantizer: nn.Module) -> nn.Module:
     if not isinstance(quantizer, Quantizer):
         return nn.Identity()
-    _refuse_other_grids(quantizer)
-    grid = FixedGrid(quantizer.site.bits, quantizer.site)
+    grid = _grid_type(quantizer.site)(quantizer.site.bits, quantizer.site)
+    if isinstance(grid, LogGrid) and type(quantizer) is Log:
+        grid.levels.copy_(quantizer.levels)
+    else:
+        _refuse_other_grids(quantizer)
     scale, zero_point = quantizer.step(1)
-    grid.scale.copy_(scale.reshape(()))
-    grid.zero_point.copy_(zero_point.reshape(()))
+    grid.scale.copy_(scale.reshape(grid.scale.shape))
+    grid.zero_point.copy_(zero_point.reshape(grid.zero_point.shape))
     return grid
 
 
@@ -183,5 +221,5 @@ def _refuse_other_grids(quantizer: Quantizer) -> None:
     if type(quantizer).dequantize is not Quantizer.dequantize:
         raise ModelError(
             f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has its own grid; only uniform grids "
-            "can be deployed"
+            "and that of `log` can be deployed"
         )

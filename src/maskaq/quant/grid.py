@@ -1,4 +1,7 @@
-"""Integer grids as pure maths: codes, scales, zero points. value = (code - zero_point) * scale."""
+"""Integer grids as pure maths: codes, scales, zero points. value = (code - zero_point) * scale.
+
+A logarithmic grid has levels, integers from 0 to 255, one for each code: value = levels[code] * scale.
+"""
 
 from typing import Any
 
@@ -95,6 +98,77 @@ class _FakeQuantize(torch.autograd.Function):
         if ctx.needs_input_grad[2]:  # grad * -scale outside
             to_zero_point = _sum_to((inside - grad).mul_(scale), zero_point)
         return inside if ctx.needs_input_grad[0] else None, to_scale, to_zero_point, None, None
+
+
+LARGEST_LEVEL = 255
+"""Of a logarithmic grid: a level fits uint8, so that a product with one is a product of 8-bit integers."""
+
+
+def log_levels(bits: int, octaves: float) -> Tensor:
+    """(2^bits,) levels of a logarithmic grid: 0, then integers up to 255 in equal ratios over so many octaves.
+
+    AdaLog (Wu et al. 2024) has such ratios of any base; here each level is rounded to an integer. Where that would give
+    two codes one level, the levels are consecutive integers.
+    """
+    last = (1 << bits) - 1
+    exact = [LARGEST_LEVEL * 2 ** (-octaves * (last - code) / (last - 1)) for code in range(last + 1)]
+    levels = [0]
+    for code in range(1, last + 1):
+        levels.append(min(max(round(exact[code]), levels[-1] + 1), LARGEST_LEVEL - (last - code)))
+    return torch.tensor(levels, dtype=torch.float32)
+
+
+def level_borders(levels: Tensor) -> Tensor:
+    """(2^bits - 1,) borders between neighbouring levels, all halves: rounded to integers, no value lies on one.
+
+    So a code is a function of x / scale rounded to 8 bits: see `level_table`.
+    """
+    return ((levels[1:] + levels[:-1]) / 2).floor() + 0.5
+
+
+def level_table(levels: Tensor) -> Tensor:
+    """(256,) the level nearest to each integer."""
+    integers = torch.arange(LARGEST_LEVEL + 1, device=levels.device, dtype=levels.dtype)
+    return levels[torch.bucketize(integers, level_borders(levels))]
+
+
+def log_quantize(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+    """Values -> codes (int32) of the nearest levels."""
+    return torch.bucketize(torch.round(x / scale), level_borders(levels), out_int32=True)
+
+
+def log_dequantize(codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+    """Codes -> values."""
+    return levels[codes] * scale
+
+
+def log_fake_quantize(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+    """log_dequantize(log_quantize(x)), differentiable in x and scale with LSQ's gradients, as `fake_quantize`."""
+    result: Tensor = _LogFakeQuantize.apply(x, scale, levels)
+    return result
+
+
+class _LogFakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = (x if x.dtype == wide else x.to(wide)) / scale
+        ctx.save_for_backward(steps, scale, levels)
+        values = levels.to(wide)[torch.bucketize(steps.round(), level_borders(levels), out_int32=True)] * scale
+        return values if x.dtype == wide else values.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        steps, scale, levels = ctx.saved_tensors
+        if grad.dtype != steps.dtype or grad.stride() != steps.stride():
+            grad = torch.empty_like(steps).copy_(grad)
+        rounded = steps.round()
+        inside = torch.ops.aten.hardtanh_backward(grad, rounded, -0.5, LARGEST_LEVEL + 0.5)
+        to_scale = None
+        if ctx.needs_input_grad[1]:  # grad * (rounding error inside, largest level above)
+            found = levels[torch.bucketize(rounded, level_borders(levels), out_int32=True)]
+            to_scale = _sum_to((found * grad).addcmul_(inside, steps, value=-1), scale)
+        return inside if ctx.needs_input_grad[0] else None, to_scale, None
 
 
 def _sum_to(x: Tensor, like: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class LayerRow:
     float_bytes: int
     quantized_bytes: int
     quantizers: str = ""
-    """Names of the quantizers of its two tensors, where they are known."""
+    """Names of the quantizers of its two tensors, where they are known; `/head` where each head has a range."""
     rotation: str = ""
     """The rotation that its inputs have gone through."""
 
@@ -71,7 +71,7 @@ def _inspect(model: nn.Module, values: int) -> Inspection:
         parts = [kind.part(module, slot) for slot in kind.slots]
         first, second = map(_bits, parts)
         sites = [site for part in parts if (site := getattr(part, "site", None)) is not None]
-        names = ", ".join(site.quantizer for site in sites)
+        names = ", ".join(site.quantizer + "/head" * bool(site.heads) for site in sites)
         turned = ", ".join(dict.fromkeys(site.rotation for site in sites if site.rotation))
         if kind.name == "product":
             bits = f"{first or 'float'}, {second or 'float'}"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
-from maskaq.models import Matmul, geometry
+from maskaq.models import AttentionProducts, Matmul, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.kinds import kind_of, refuse_quantized
 from maskaq.quant.quantizers import Quantizer
@@ -20,6 +20,9 @@ from maskaq.quant.rotation import rotated
 from maskaq.quant.site import Site
 from maskaq.recipe.schema import Bits, Quantization, Rule
 from maskaq.storage.files import misfit
+
+_LATER = frozenset({"rotation", "heads"})
+"""Settings of a site that came after the first plans were written, which are as if they were not set."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,18 @@ class QuantPlan:
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Site name -> its settings, in JSON's own types; a site that is not rotated says nothing of rotation."""
-        unsaid = ({"name", "rotation"}, {"name"})
-        return {s.name: {k: v for k, v in asdict(s).items() if k not in unsaid[bool(s.rotation)]} for s in self}
+        """Site name -> its settings, in JSON's own types; without rotation and heads where there are none."""
+        return {s.name: {k: v for k, v in asdict(s).items() if k != "name" and (v or k not in _LATER)} for s in self}
 
     @classmethod
     def from_dict(cls, rows: Any) -> "QuantPlan":
         """What `to_dict` gave; RecipeError for anything else."""
-        form = {"role": str, "bits": int, "channels?": int, "quantizer": str, "range": str, "rotation?": str}
+        form = {"role": str, "bits": int, "channels?": int, "quantizer": str, "range": str}
+        form |= {"rotation?": str, "heads?": int}
         names = {field.name for field in fields(Site)} - {"name"}
         if wrong := misfit(rows, {"*": form}, "plan"):
             raise RecipeError(f"the quantization plan is not one of maskaq's: {wrong}")
-        if odd := next((name for name, row in rows.items() if row.keys() | {"rotation"} != names), None):
+        if odd := next((name for name, row in rows.items() if row.keys() | _LATER != names), None):
             raise RecipeError(f"the quantization plan is not one of maskaq's: plan.{odd}: expected {sorted(names)}")
         return cls({name: Site(name=name, **row) for name, row in rows.items()})
 
@@ -101,7 +104,8 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
             sites[site.name] = site
-    return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule)))
+    heads = {name: m.num_heads for name, m in teacher.named_modules() if isinstance(m, AttentionProducts)}
+    return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule), heads))
 
 
 def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
@@ -118,7 +122,8 @@ def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:
     return any(rule.bits and fnmatchcase(name, rule.match) for rule in rules)
 
 
-def _ruled(sites: dict[str, Site], rules: Iterable[Rule]) -> dict[str, Site]:
+def _ruled(sites: dict[str, Site], rules: Iterable[Rule], heads: Mapping[str, int]) -> dict[str, Site]:
+    """The sites after all rules; heads: how many each attention has."""
     in_float: set[str] = set()
     for rule in rules:
         matched = [name for name in sites if fnmatchcase(name, rule.match)]
@@ -133,5 +138,16 @@ def _ruled(sites: dict[str, Site], rules: Iterable[Rule]) -> dict[str, Site]:
                     in_float.add(name)
                 else:
                     changes["bits"] = int(rule.bits)
-            sites[name] = replace(sites[name], **{key: value for key, value in changes.items() if value})
+            site = replace(sites[name], **{key: value for key, value in changes.items() if value})
+            sites[name] = _with_granularity(site, rule.granularity, heads) if rule.granularity else site
     return {name: site for name, site in sites.items() if name not in in_float}
+
+
+def _with_granularity(site: Site, granularity: str, heads: Mapping[str, int]) -> Site:
+    attention = site.layer.rpartition(".")[0]
+    if site.slot not in ("a", "b") or attention not in heads:
+        raise RecipeError(
+            f"quantization.rule: granularity is for the operands of attention products (*.qk.*, *.av.*), and "
+            f"{site.name} has one range for each {site.granularity}"
+        )
+    return replace(site, heads=heads[attention] if granularity == "head" else None)

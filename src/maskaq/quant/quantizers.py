@@ -50,7 +50,7 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
-            self.observed.append(ranges.sample(x.detach(), _OBSERVED))
+            self.observed.append(self.sample(x.detach(), _OBSERVED))
             return x
         self._check_ready()
         return self.fake_quantize(x)
@@ -71,9 +71,7 @@ class Quantizer(nn.Module):
 
     def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
         """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`; (C,) its ends."""
-        if not torch.isfinite(values).all():
-            raise RangeError(f"{self.site.name}: values with NaN or Inf cannot set a range; are the weights sound?")
-        rows = values.flatten(1) if self.site.channels else values.reshape(1, -1)
+        rows = self._rows(values)
         low, high = ranges.RANGES[method](rows, self.site.bits, self.symmetric, percentile)
         if self.symmetric:
             self._store(ranges.symmetric(torch.maximum(-low, high), self.site.bits), torch.zeros_like(low))
@@ -82,6 +80,20 @@ class Quantizer(nn.Module):
         self.ready = True
         return low, high
 
+    def _rows(self, values: Tensor) -> Tensor:
+        """(C, M): the values of each range."""
+        if not torch.isfinite(values).all():
+            raise RangeError(f"{self.site.name}: values with NaN or Inf cannot set a range; are the weights sound?")
+        if self.site.heads:
+            return values.movedim(-3, 0).flatten(1)
+        return values.flatten(1) if self.site.channels else values.reshape(1, -1)
+
+    def sample(self, x: Tensor, most: int) -> Tensor:
+        """About so many of an activation's values: (M,), or (heads, 1, M)."""
+        if not self.site.heads:
+            return ranges.sample(x, most)
+        return torch.stack([ranges.sample(head, most // self.site.heads)[None] for head in x.movedim(-3, 0)])
+
     def _store(self, scale: Tensor, zero_point: Tensor) -> None:
         self.scale.data.copy_(scale.reshape(self.scale.shape))
         self.zero_point.data.copy_(zero_point.reshape(self.zero_point.shape))
@@ -89,7 +101,7 @@ class Quantizer(nn.Module):
     def _grid(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point, shaped to broadcast over x."""
         scale, zero_point = self.step(x.numel())
-        shape = (-1,) + (1,) * (x.dim() - 1) if self.site.channels else ()
+        shape = (-1,) + (1,) * (x.dim() - 1) if self.site.channels else (-1, 1, 1) if self.site.heads else ()
         return scale.reshape(shape), zero_point.reshape(shape)
 
     def step(self, values: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +123,7 @@ class Quantizer(nn.Module):
         self.ready = not bool(torch.isnan(self.scale).any())
 
     def extra_repr(self) -> str:
-        where = f"per channel ({self.site.channels})" if self.site.channels else "per tensor"
+        where = f"per {self.site.granularity}" + (f" ({self.site.ranges})" if self.site.ranges > 1 else "")
         return f"{self.site.bits} bits, {where}, codes {self.low}..{self.high}"
 
 
@@ -143,7 +155,7 @@ class LSQ(Quantizer):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        unset = torch.full((site.channels or 1,), math.nan)
+        unset = torch.full((site.ranges,), math.nan)
         self.scale = nn.Parameter(unset.clone())
         if site.role == "activation" and site.signed:
             self.zero_point = nn.Parameter(unset.clone())
@@ -161,8 +173,8 @@ class Static(Quantizer):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        self.register_buffer("scale", torch.full((site.channels or 1,), math.nan))
-        self.register_buffer("zero_point", torch.zeros(site.channels or 1))
+        self.register_buffer("scale", torch.full((site.ranges,), math.nan))
+        self.register_buffer("zero_point", torch.zeros(site.ranges))
 
 
 @quantizer("minmax")
@@ -194,3 +206,43 @@ class MinMax(Static):
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
+
+
+@quantizer("log")
+class Log(LSQ):
+    """A logarithmic grid for the softmax, with integer levels and a learned scale.
+
+    Levels are integers from 0 to 255 in equal ratios. Least squared error chooses them with the first range; then they
+    stay. The parameter is LSQ's step for the same range, and not that of the levels, so that both learn at one rate.
+    """
+
+    roles = ("activation",)
+    levels: Tensor
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        if site.signed:
+            raise RecipeError(f"quantizer Log cannot serve {site.name}: it is for the softmax (*.av.a), never negative")
+        self.register_buffer("levels", torch.full((1 << site.bits,), math.nan))
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return grid.log_fake_quantize(x, self._grid(x)[0], self.levels)
+
+    def codes(self, x: Tensor) -> Tensor:
+        self._check_ready()
+        return grid.log_quantize(x, self._grid(x)[0], self.levels)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        return grid.log_dequantize(codes, self._grid(codes)[0], self.levels)
+
+    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
+        levels, tops = ranges.log_grid(self._rows(values), self.site.bits, method, percentile)
+        self.levels.copy_(levels)
+        self._store(ranges.affine(torch.zeros_like(tops), tops, self.site.bits)[0], torch.zeros_like(tops))
+        self.ready = True
+        return torch.zeros_like(tops), tops
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        """The scale of the levels, of which the largest is 255 and not the largest code."""
+        scale, zero_point = super()._step(values_per_range)
+        return scale * (self.high / grid.LARGEST_LEVEL), zero_point

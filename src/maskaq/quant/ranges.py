@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from maskaq.quant.grid import code_range, fake_quantize
+from maskaq.quant.grid import LARGEST_LEVEL, code_range, fake_quantize, log_fake_quantize, log_levels
 
 _SMALLEST_STEP = 1e-12  # of a tensor of zeros: below any value that counts, and far from underflow
 
@@ -95,3 +95,27 @@ def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symm
     )
     best = errors.argmin(dim=0, keepdim=True)  # (1, C)
     return lows.gather(0, best)[0], highs.gather(0, best)[0]
+
+
+_OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest level there is
+
+
+def log_grid(values: Tensor, bits: int, method: str, percentile: float) -> tuple[Tensor, Tensor]:
+    """Levels of a logarithmic grid, and (C,) the value of the largest for each row of (C, M) values.
+
+    `mse` looks for the largest value as it does for a uniform grid, other methods give it; the levels are those of
+    least squared error, the same for all rows.
+    """
+    if method == "mse":
+        tops = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)
+    else:
+        tops = RANGES[method](values, bits, False, percentile)[1][None]
+    scales = (tops / LARGEST_LEVEL).clamp(min=_SMALLEST_STEP)
+    at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
+    found = []
+    for octaves in _OCTAVES:
+        levels = log_levels(bits, octaves).to(values.device)
+        parts = (log_fake_quantize(values, s[..., None], levels) - values for s in scales.split(at_once))
+        least, best = torch.cat([part.square().mean(dim=-1) for part in parts]).min(dim=0)  # (C,)
+        found.append((least.sum().item(), levels, tops.gather(0, best[None])[0]))
+    return min(found, key=lambda candidate: candidate[0])[1:]

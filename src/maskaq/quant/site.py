@@ -24,6 +24,8 @@ class Site:
     """How its first range is found: a method of `maskaq.quant.ranges`."""
     rotation: str = ""
     """The rotation that the values of an activation have gone through, if any: one of `maskaq.quant.rotation`."""
+    heads: int | None = None
+    """One range for each head of an attention product's operand, (..., heads, rows, columns); None: as `channels`."""
 
     @property
     def layer(self) -> str:
@@ -36,4 +38,10 @@ class Site:
 
     @property
     def granularity(self) -> str:
-        return "channel" if self.channels else "tensor"
+        """`channel`, `head` or `tensor`: what has a range of its own."""
+        return "channel" if self.channels else "head" if self.heads else "tensor"
+
+    @property
+    def ranges(self) -> int:
+        """How many scales and zero points it has."""
+        return self.channels or self.heads or 1

@@ -102,6 +102,9 @@ class Rule(_Table, path="quantization.rule"):
     bits: str = setting("", "2 to 8, or float", choices=("", "2", "3", "4", "5", "6", "7", "8", "float"))
     quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
     range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse"))
+    granularity: str = setting(
+        "", "of an attention product's operand: one range per tensor or per head", choices=("", "tensor", "head")
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +149,9 @@ class Quantization(_Table, path="quantization"):
         "the hidden channels of MLPs (online)",
         choices=ROTATIONS,
     )
-    rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
+    rule: tuple[Rule, ...] = setting(
+        (), "exceptions, [[quantization.rule]]: match, bits, quantizer, range, granularity"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

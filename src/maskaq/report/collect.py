@@ -24,7 +24,6 @@ from maskaq.losses.attention import masked_difference
 from maskaq.models import class_names, geometry
 from maskaq.models.taps import taps
 from maskaq.progress import Progress
-from maskaq.quant import ranges
 from maskaq.quant.inspection import inspect_model
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.plan import plan_of
@@ -339,7 +338,7 @@ def _sites(student: nn.Module, images: SyntheticSet) -> list[Facts]:
             rows[f"{name}.weight_quantizer"] = _site(module.weight_quantizer, module.weight)
 
     def listener(name: str) -> Any:
-        return lambda module, inputs: rows.update({name: _site(module, ranges.sample(inputs[0], _VALUES))})
+        return lambda module, inputs: rows.update({name: _site(module, module.sample(inputs[0], _VALUES))})
 
     try:
         for name, quantizer in quantizers(student).items():

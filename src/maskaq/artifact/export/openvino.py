@@ -4,10 +4,10 @@ It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip
 
     Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
 
-which is the same grid and runs faster. A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes
-up only those of 16 and 256. Behind any other it quantizes the activations once more, on the fly (its default,
-`DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The graph is read, not converted:
-`openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
+which is the same grid and runs faster; the table of a logarithmic grid stays. A FakeQuantize of 2^b levels would be
+simpler, but the CPU plugin (2026.4) takes up only those of 16 and 256. Behind any other it quantizes the activations
+once more, on the fly (its default, `DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The
+graph is read, not converted: `openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ExportError
-from maskaq.quant.deployed import DeployedConv2d, DeployedLinear, FixedGrid
+from maskaq.quant.deployed import DeployedConv2d, DeployedLinear, FixedGrid, LogGrid
 
 try:
     import openvino
@@ -31,7 +31,16 @@ except ImportError as error:  # pragma: no cover
 
 from maskaq.artifact.export.metadata import REMEDY, ours
 from maskaq.artifact.export.onnx import CODES, OUTPUT, export_onnx
-from maskaq.artifact.export.verify import NEAR, Pass, Verification, compare_led, compare_weights, grids_of, summary
+from maskaq.artifact.export.verify import (
+    NEAR,
+    Pass,
+    Verification,
+    as_codes,
+    compare_led,
+    compare_weights,
+    grids_of,
+    summary,
+)
 
 _LEVELS = 256
 _CORE = openvino.Core()
@@ -61,16 +70,33 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
 def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
     before, after = nodes[f"{name}.quantize"], nodes[f"{name}.dequantize"]
     x = before.input_value(0).get_node().input_value(0)  # a FakeQuantize of 256 levels and a Convert to uint8
-    step = after.input_value(1).get_node().get_data().item()  # of the codes' values: with the gain of scores
-    scale, zero = grid.scale.item(), grid.zero_point.item()
-    if grid.bits < 8:
-        x = opset13.minimum(x, np.float32((grid.top - zero) * scale))
-    bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in (0, _LEVELS - 1)]
-    fused = opset13.fake_quantize(x, *bounds, _LEVELS)
+    step = after.input_value(1).get_node().get_data()  # of the codes' values: with the gain of scores
+    if grid.scale.dim():
+        fused = _head_codes(nodes[f"{name}.cut_max"].input_value(0) if f"{name}.cut_max" in nodes else x, grid)
+        values = opset13.multiply(opset13.subtract(fused, grid.zero_point.numpy()), np.float32(step))
+        before.input(0).replace_source_output(fused.output(0))
+    elif not isinstance(grid, LogGrid):
+        scale, zero = grid.scale.item(), grid.zero_point.item()
+        if grid.bits < 8:
+            x = opset13.minimum(x, np.float32((grid.top - zero) * scale))
+        bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in (0, _LEVELS - 1)]
+        fused = values = opset13.fake_quantize(x, *bounds, _LEVELS)
+    if isinstance(grid, LogGrid):  # its table stays
+        after.output(0).set_names({_ON_GRID.format(name)})
+        return
     fused.set_friendly_name(name)
     fused.output(0).set_names({_ON_GRID.format(name)})
     for reader in after.output(0).get_target_inputs():
-        reader.replace_source_output(fused.output(0))
+        reader.replace_source_output(values.output(0))
+
+
+def _head_codes(x: Any, grid: FixedGrid) -> Any:
+    """Codes of a grid with a range for each head. The CPU plugin (2026.4) has no FakeQuantize of many ranges there."""
+    x = opset13.add(opset13.divide(x, grid.scale.numpy()), grid.zero_point.numpy())
+    if grid.bits < 8 and not isinstance(grid, LogGrid):
+        x = opset13.minimum(x, np.float32(grid.top))
+    ends = np.float32(0), np.float32(_LEVELS - 1)
+    return opset13.fake_quantize(x, *ends, *ends, _LEVELS)
 
 
 def read(file: str | Path) -> "openvino.Model":
@@ -167,11 +193,16 @@ def _compare_pass(program: "openvino.Model", model: nn.Module, images: Tensor, n
     program.add_outputs([_ON_GRID.format(name) for name in names])
     values = compiled(program).create_infer_request().infer({0: images.numpy()})
     nodes = {node.get_friendly_name(): node for node in program.get_ops()}
-    codes = {}
+    grids, codes = grids_of(model), {}
     for name in names:
-        low, high = (nodes[name].input_value(i).get_node().get_data().item() for i in (3, 4))
-        steps = (values[_ON_GRID.format(name)].astype(np.float64) - low) / (high - low) * (_LEVELS - 1)
-        codes[name] = np.round(steps).astype(np.float32)
-        if not np.abs(steps - codes[name]).max() <= NEAR:
+        found = values[_ON_GRID.format(name)].astype(np.float64)
+        if isinstance(grids[name], LogGrid):
+            steps = found / nodes[f"{name}.dequantize"].input_value(1).get_node().get_data()
+        else:
+            low, high = (nodes[name].input_value(i).get_node().get_data() for i in (3, 4))
+            steps = (found - low) / (high - low) * (_LEVELS - 1)
+        stored = np.round(steps).astype(np.float32)
+        if not np.abs(steps - stored).max() <= NEAR:
             raise ExportError(f"at {name} it has values between those of its codes")
+        codes[name] = as_codes(name, grids[name], stored, grids[name].zero_point.numpy())
     return compare_led(model, images, codes, values[OUTPUT])

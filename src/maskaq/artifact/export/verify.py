@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ExportError
-from maskaq.quant.deployed import CodedWeight, FixedGrid
+from maskaq.quant.deployed import CodedWeight, FixedGrid, LogGrid
 from maskaq.tasks import task_of
 
 try:
@@ -173,7 +173,22 @@ def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, op
     watched = onnx.shape_inference.infer_shapes(watched)
     outputs = [OUTPUT, *(name + CODES for name in names)]
     logits, *codes = session(watched, optimised=optimised).run(outputs, {INPUT: images.numpy()})
-    return compare_led(model, images, dict(zip(names, codes, strict=True)), logits)
+    zeros = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    grids = grids_of(model)
+    ours = {n: as_codes(n, grids[n], c, zeros[f"{n}.zero_point"]) for n, c in zip(names, codes, strict=True)}
+    return compare_led(model, images, ours, logits)
+
+
+def as_codes(name: str, grid: FixedGrid, stored: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """A grid's codes from the integers of a file, which has levels for them, or another zero point for some heads."""
+    if isinstance(grid, LogGrid):
+        levels = grid.levels.numpy()
+        codes = np.searchsorted(levels, stored)
+        if not np.array_equal(levels[codes.clip(max=grid.top)], stored):
+            raise ExportError(f"at {name} it has values that are no levels of the grid")
+        return codes.astype(np.float32)
+    moved = grid.zero_point.numpy() - zero.astype(np.float32).reshape(grid.zero_point.shape)
+    return stored.astype(np.float32) + moved
 
 
 def compare_led(model: nn.Module, images: Tensor, codes: dict[str, np.ndarray], logits: np.ndarray) -> Pass:
@@ -203,12 +218,11 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
         if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
             raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
         theirs = theirs.view_as(x)
-        steps = x / grid.scale + grid.zero_point
         ours = grid.codes(x)
         differ = ours != theirs
         if differ.any():
-            border = (ours[differ] + theirs[differ]) / 2
-            distance = (steps[differ] - border).abs().max().item()
+            border = grid.border(torch.minimum(ours, theirs))
+            distance = (x / grid.scale - border)[differ].abs().max().item()
             jump = (ours - theirs).abs().max().item()
             if strict and (jump > 1 or not distance <= NEAR):
                 raise ExportError(
@@ -218,7 +232,7 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
             found.turned = found.turned + int(differ.sum())
             found.farthest = max(found.farthest, distance)
         found.codes += theirs.numel()
-        return (theirs - grid.zero_point) * grid.scale
+        return grid.values(theirs)
 
     grids = grids_of(model)
     handles = [

@@ -38,6 +38,7 @@ def attention(
     p_top: int = 0,
     keep_scores: bool = False,
     readers: tuple[int, int] = (0, 0),
+    p_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """fake_quantize(softmax(q @ k^T * scale + bias)) @ v, the unscaled scores q @ k^T, and the mean of some score rows.
 
@@ -45,10 +46,11 @@ def attention(
         q, k, v: (B, H, T, D); any strides, best with a contiguous last axis.
         scale: factor of the scores before the softmax.
         bias: (W, H, T, T) added to the scaled scores, where row b of the batch uses bias[b % W].
-        p_scale: one-element step of the unsigned grid of the probabilities; None leaves them as they are.
+        p_scale: step of the unsigned grid of the probabilities, one or one for each head; None leaves them as they are.
         p_top: the largest code of that grid.
         keep_scores: whether the scores are wanted; else an empty tensor stands for them.
         readers: first and number of the queries whose rows are averaged; of none, an empty tensor stands for the mean.
+        p_table: (p_top + 1,) levels that stand for the codes, float32; None: the codes themselves.
 
     Returns:
         heads (B, H, T, D), whose memory is (B, T, H, D), and scores (B, H, T, P), whose rows are padded with zeros
@@ -57,7 +59,9 @@ def attention(
     """
     if bias is not None:  # whole aligned rows: else the kernels read it value by value
         bias = F.pad(bias, (0, _pitch(bias.shape[-1]) - bias.shape[-1]))
-    heads, scores, received, _ = torch.ops.maskaq.attention(q, k, v, scale, bias, p_scale, p_top, keep_scores, *readers)
+    heads, scores, received, _ = torch.ops.maskaq.attention(
+        q, k, v, scale, bias, p_scale, p_top, p_table, keep_scores, *readers
+    )
     return heads, scores, received
 
 
@@ -92,11 +96,13 @@ def _forward_kernel(
     v_ptr,
     bias_ptr,  # or None
     p_scale_ptr,  # or None
+    p_table_ptr,  # or None
     heads_ptr,
     scores_ptr,  # or None
     received_ptr,  # or None
     lse_ptr,
     scale,
+    p_scale_head,
     head_count,
     window_count,
     q_batch,
@@ -128,7 +134,7 @@ def _forward_kernel(
     k = _rows(k_ptr + batch * k_batch + head * k_head, k_token, 0, T, D, BLOCK_T, BLOCK_D)
     v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
     if p_scale_ptr is not None:
-        p_scale = tl.load(p_scale_ptr)
+        p_scale = tl.load(p_scale_ptr + head * p_scale_head)
     if received_ptr is not None:  # the mean of rows of q @ k^T is a mean of q times k^T
         everyone = _rows(q_ptr, q_token, 0, T, D, BLOCK_T, BLOCK_D).to(tl.float32)
         reader = tl.sum(everyone * _share(keys, FIRST_READER, READERS)[:, None], 0)
@@ -164,7 +170,10 @@ def _forward_kernel(
         tl.store(lse_ptr + pair * T + queries, largest + tl.log2(total), mask=queries < T)
         if p_scale_ptr is not None:
             steps = probs * (1.0 / (total * p_scale))[:, None]
-            probs = _round(tl.minimum(steps, P_TOP * 1.0)) * p_scale
+            codes = _round(tl.minimum(steps, P_TOP * 1.0))
+            if p_table_ptr is not None:
+                codes = tl.load(p_table_ptr + codes.to(tl.int32))
+            probs = codes * p_scale
         else:
             probs = probs * (1.0 / total)[:, None]
         heads = tl.dot(probs.to(v.dtype), v, input_precision="ieee")
@@ -182,6 +191,7 @@ def _backward_kernel(
     v_ptr,
     bias_ptr,  # or None
     p_scale_ptr,  # or None
+    p_table_ptr,  # or None
     lse_ptr,
     d_heads_ptr,  # or None
     d_scores_ptr,  # or None
@@ -190,6 +200,7 @@ def _backward_kernel(
     d_logits_ptr,  # or None
     d_p_scale_ptr,  # or None
     scale,
+    p_scale_head,
     head_count,
     window_count,
     q_batch,
@@ -235,7 +246,7 @@ def _backward_kernel(
         v = _rows(v_ptr + batch * v_batch + head * v_head, v_token, 0, T, D, BLOCK_T, BLOCK_D)
         d_heads_ptr += batch * d_heads_batch + head * d_heads_head
     if p_scale_ptr is not None:
-        p_scale = tl.load(p_scale_ptr)
+        p_scale = tl.load(p_scale_ptr + head * p_scale_head)
     if d_p_scale_ptr is not None:
         d_p_scale = tl.zeros((BLOCK_T,), tl.float32)
     if d_received_ptr is not None:
@@ -262,7 +273,10 @@ def _backward_kernel(
             quantized = probs
             if p_scale_ptr is not None:
                 codes = _round(tl.minimum(probs * (1.0 / p_scale), P_TOP + 1.0))
-                quantized = tl.minimum(codes, P_TOP * 1.0) * p_scale
+                quantized = tl.minimum(codes, P_TOP * 1.0)
+                if p_table_ptr is not None:
+                    quantized = tl.load(p_table_ptr + quantized.to(tl.int32))
+                quantized = quantized * p_scale
                 d_quantized = d_probs
                 d_probs = tl.where(codes <= P_TOP, d_probs, 0.0)  # straight through inside the grid, nothing outside
             weighted = probs * d_probs
@@ -355,6 +369,11 @@ def _empty_scores(q: Tensor) -> Tensor:
     return q.new_empty(batch, heads, tokens, _pitch(tokens))
 
 
+def _per_head(p_scale: Tensor | None) -> int:
+    """How far apart the steps of two heads are."""
+    return int(p_scale is not None and p_scale.numel() > 1)
+
+
 def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -368,6 +387,7 @@ def _attention(
     bias: Tensor | None,
     p_scale: Tensor | None,
     p_top: int,
+    p_table: Tensor | None,
     keep_scores: bool,
     first_reader: int,
     readers: int,
@@ -378,7 +398,7 @@ def _attention(
     """
     batch, head_count, tokens, head_dim = q.shape
     heads, scores, received, lse = _attention_fake(
-        q, k, v, scale, bias, p_scale, p_top, keep_scores, first_reader, readers
+        q, k, v, scale, bias, p_scale, p_top, p_table, keep_scores, first_reader, readers
     )
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     _forward_kernel[(batch * head_count,)](
@@ -387,11 +407,13 @@ def _attention(
         v,
         None if bias is None else bias.contiguous(),
         p_scale,
+        p_table,
         heads,
         scores if keep_scores else None,
         received if readers else None,
         lse,
         scale,
+        _per_head(p_scale),
         head_count,
         1 if bias is None else len(bias),
         *q.stride()[:3],
@@ -417,6 +439,7 @@ def _attention_fake(
     bias: Tensor | None,
     p_scale: Tensor | None,
     p_top: int,
+    p_table: Tensor | None,
     keep_scores: bool,
     first_reader: int,
     readers: int,
@@ -438,6 +461,7 @@ def _attention_backward(
     bias: Tensor | None,
     p_scale: Tensor | None,
     p_top: int,
+    p_table: Tensor | None,
     lse: Tensor,
     d_heads: Tensor | None,
     d_scores: Tensor | None,
@@ -450,7 +474,7 @@ def _attention_backward(
     """dq, dk, dv as (B, T, 3, H, D), the gradient of the logits, and that of p_scale from each (image, head)."""
     batch, head_count, tokens, head_dim = q.shape
     d_qkv, d_logits, d_p_scale = _attention_backward_fake(
-        q, k, v, scale, bias, p_scale, p_top, lse, d_heads, d_scores, d_received, first_reader, readers,
+        q, k, v, scale, bias, p_scale, p_top, p_table, lse, d_heads, d_scores, d_received, first_reader, readers,
         want_d_logits, want_d_p_scale,
     )  # fmt: skip
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
@@ -463,6 +487,7 @@ def _attention_backward(
         v,
         None if bias is None else bias.contiguous(),
         p_scale,
+        p_table,
         lse,
         d_heads,
         d_scores,
@@ -471,6 +496,7 @@ def _attention_backward(
         d_logits if want_d_logits else None,
         d_p_scale if want_d_p_scale else None,
         scale,
+        _per_head(p_scale),
         head_count,
         1 if bias is None else len(bias),
         *q.stride()[:3],
@@ -501,6 +527,7 @@ def _attention_backward_fake(
     bias: Tensor | None,
     p_scale: Tensor | None,
     p_top: int,
+    p_table: Tensor | None,
     lse: Tensor,
     d_heads: Tensor | None,
     d_scores: Tensor | None,
@@ -517,34 +544,35 @@ def _attention_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, ctx.keep_scores, ctx.first_reader, ctx.readers = inputs
+    q, k, v, ctx.scale, bias, p_scale, ctx.p_top, p_table, ctx.keep_scores, ctx.first_reader, ctx.readers = inputs
     *_, lse = output
     ctx.set_materialize_grads(False)  # a result that nobody used arrives as None, not as zeros
     ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, bias, p_scale, lse)
+    ctx.save_for_backward(q, k, v, bias, p_scale, p_table, lse)
 
 
 def _backward(
     ctx: Any, d_heads: Tensor | None, d_scores: Tensor | None, d_received: Tensor | None, _: Tensor | None
 ) -> tuple[Any, ...]:
-    q, k, v, bias, p_scale, lse = ctx.saved_tensors
+    q, k, v, bias, p_scale, p_table, lse = ctx.saved_tensors
     d_scores = d_scores if ctx.keep_scores else None  # of scores that were not kept, a compiler hands over zeros
     d_received = d_received if ctx.readers else None
     if d_heads is None and d_scores is None and d_received is None:
-        return (None,) * 10
+        return (None,) * 11
     want_d_bias = ctx.needs_input_grad[4] and d_heads is not None
     want_d_p_scale = ctx.needs_input_grad[5] and d_heads is not None
     d_qkv, d_logits, d_p_scale = torch.ops.maskaq.attention_backward(
-        q, k, v, ctx.scale, bias, p_scale, ctx.p_top, lse, d_heads, d_scores, d_received, ctx.first_reader, ctx.readers,
-        want_d_bias, want_d_p_scale,
+        q, k, v, ctx.scale, bias, p_scale, ctx.p_top, p_table, lse, d_heads, d_scores, d_received, ctx.first_reader,
+        ctx.readers, want_d_bias, want_d_p_scale,
     )  # fmt: skip
     dq, dk, dv = d_qkv.permute(2, 0, 3, 1, 4).unbind(0)
     d_bias = to_p_scale = None
     if want_d_bias:
         d_bias = d_logits.unflatten(0, (-1, len(bias))).sum(0, dtype=torch.float32).to(bias.dtype)
     if want_d_p_scale:
-        to_p_scale = d_p_scale.sum().to(p_scale.dtype).reshape(p_scale.shape)
-    return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None, None, None
+        sums = d_p_scale.view(len(q), -1).sum(0) if p_scale.numel() > 1 else d_p_scale.sum()
+        to_p_scale = sums.to(p_scale.dtype).reshape(p_scale.shape)
+    return dq, dk, dv if d_heads is not None else None, None, d_bias, to_p_scale, None, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

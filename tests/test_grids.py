@@ -1,0 +1,311 @@
+"""The log grid of the softmax, and ranges of single heads: maths, student, saved model, exported files."""
+
+import itertools
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, assert_same, packed, pair, small_recipe, tiny_swin, tiny_vit
+
+import maskaq
+from maskaq.artifact.export import export
+from maskaq.cli.main import main
+from maskaq.errors import ModelError, RecipeError
+from maskaq.images.stored import noise
+from maskaq.models import expose
+from maskaq.quant import grid, ranges
+from maskaq.quant.deployed import FixedGrid, LogGrid
+from maskaq.quant.plan import QuantPlan, build_plan, plan_of
+from maskaq.quant.quantizers import QUANTIZERS, Log, make_quantizer, quantizer
+from maskaq.quant.site import Site
+from maskaq.quant.twin import deploy
+from maskaq.recipe.schema import Quantization, Rule, load_recipe
+from maskaq.runs import opened
+from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import QUANTIZED
+
+LOG = ('quantization.rule={match="*.av.a", quantizer="log"}',)
+HEAD = tuple(f'quantization.rule={{match="*.{product}.*", granularity="head"}}' for product in ("qk", "av"))
+KINDS = {"log": LOG, "head": HEAD, "both": LOG + HEAD}
+MODELS = {"vit": (tiny_vit, VIT, VIT_ARGS), "swin": (tiny_swin, SWIN, SWIN_ARGS)}
+
+
+def site(bits=3, heads=None, signed=False, **more):
+    return Site("blocks.0.attn.av.a", "activation", bits, signed, quantizer="log", heads=heads, **more)
+
+
+def probabilities(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * 3).softmax(-1)
+
+
+# ---- the log grid
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("octaves", [1.0, 3.5, 8.0])
+def test_levels_are_integers_from_0_to_255_in_equal_ratios(bits, octaves):
+    levels = grid.log_levels(bits, octaves).tolist()
+    assert len(levels) == 2**bits and levels[0] == 0 and levels[-1] == 255
+    assert all(level == int(level) for level in levels) and levels == sorted(set(levels))
+    ratio = 2 ** (octaves / (2**bits - 2))
+    for below, above in itertools.pairwise(levels[1:]):
+        # Rounded to integers, or next to each other where the ratio asks for less.
+        assert above - below == 1 or abs(above - below * ratio) <= (1 + ratio) / 2 + 1e-9 or bits == 8
+
+
+def test_levels_of_8_bits_are_all_integers():
+    assert torch.equal(grid.log_levels(8, 8.0), torch.arange(256.0))
+    x = torch.rand(1000)
+    step = torch.tensor(1 / 255)
+    assert torch.equal(grid.log_fake_quantize(x, step, grid.log_levels(8, 8.0)), grid.fake_quantize(x, step, 0, 0, 255))
+
+
+def test_every_value_gets_the_nearest_level_of_its_8_bit_value():
+    levels, scale = grid.log_levels(3, 6.0), torch.tensor(0.003)
+    x = torch.rand(5000) * 1.2
+    steps = (x / scale).round().clamp(max=255)
+    distance = (steps[:, None] - levels).abs()
+    codes = grid.log_quantize(x, scale, levels)
+    assert torch.equal(distance.gather(1, codes[:, None].long())[:, 0], distance.amin(dim=1))
+    assert torch.equal(grid.log_dequantize(codes, scale, levels), grid.log_fake_quantize(x, scale, levels))
+    assert torch.equal(grid.level_table(levels)[steps.long()] * scale, grid.log_fake_quantize(x, scale, levels))
+    assert int(codes.min()) == 0 and int(codes.max()) == 7
+
+
+def test_gradients_are_those_of_lsq():
+    """Straight through inside, none above; to the scale the error inside and the largest level above."""
+    levels = grid.log_levels(3, 6.0)
+    x, scale = (torch.rand(4, 50, dtype=torch.float64) * 1.5).requires_grad_(), torch.tensor(0.004, requires_grad=True)
+    upstream = torch.randn(4, 50, dtype=torch.float64)
+    (grid.log_fake_quantize(x, scale, levels) * upstream).sum().backward()
+    steps = (x / scale).detach()
+    inside = steps.round() <= 255
+    assert inside.any() and not inside.all()
+    assert torch.equal(x.grad, upstream * inside)
+    found = grid.level_table(levels)[steps.round().clamp(max=255).long()]
+    expected = (upstream * torch.where(inside, found - steps, 255.0)).sum()
+    assert scale.grad.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_scale_for_each_head_gets_the_gradient_of_its_head():
+    x, levels = probabilities(2, 3, 5, 5), grid.log_levels(3, 5.0)
+    together = torch.tensor([0.002, 0.003, 0.004]).view(3, 1, 1).requires_grad_()
+    grid.log_fake_quantize(x, together, levels).square().sum().backward()
+    for head in range(3):
+        alone = together.detach()[head].clone().requires_grad_()
+        grid.log_fake_quantize(x[:, head : head + 1], alone, levels).square().sum().backward()
+        torch.testing.assert_close(together.grad[head], alone.grad)
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
+def test_the_first_range_has_the_least_error_of_all_spans(method):
+    values = probabilities(4, 30, 30).reshape(1, -1)
+    levels, (top,) = ranges.log_grid(values, 3, method, 0.999)
+    assert (top == values.max()) == (method == "minmax")
+
+    def error(levels):
+        return (grid.log_fake_quantize(values, top / 255, levels) - values).square().mean()
+
+    assert all(error(levels) <= error(grid.log_levels(3, octaves)) for octaves in (1.0, 2.5, 4.0, 6.0, 8.0))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_of_peaked_probabilities_it_keeps_more_than_a_uniform_grid(bits):
+    x = probabilities(8, 3, 50, 50)
+    errors = []
+    for name in ("log", "lsq"):
+        own = make_quantizer(name, site(bits))
+        own.set_range(x, "mse")
+        errors.append((own(x) - x).square().mean().item())
+    assert errors[0] < errors[1]
+
+
+def test_it_learns_its_scale_at_the_rate_of_lsq():
+    """The parameter is the step that a uniform grid of the same range has, and its gradient has LSQ's factor."""
+    x = probabilities(2, 3, 9, 9)
+    own, other = make_quantizer("log", site()), make_quantizer("lsq", site())
+    own.set_range(x, "minmax")
+    other.set_range(x, "minmax")
+    assert torch.equal(own.scale, other.scale)
+    own(x).sum().backward()
+    unit = torch.tensor(own.scale.item() * 7 / 255, requires_grad=True)
+    grid.log_fake_quantize(x, unit, own.levels).sum().backward()
+    assert own.scale.grad.item() == pytest.approx(unit.grad.item() * 7 / 255 / (x.numel() * 7) ** 0.5, rel=1e-4)
+    assert [name for name, _ in own.named_parameters()] == ["scale"]
+
+
+def test_codes_and_a_reload_give_the_forward_pass_exactly():
+    x = probabilities(2, 3, 9, 9)
+    own = make_quantizer("log", site(heads=3))
+    own.set_range(x, "mse")
+    again = make_quantizer("log", site(heads=3))
+    assert not again.ready
+    again.load_state_dict(own.state_dict())
+    assert again.ready and torch.equal(again.dequantize(again.codes(x)), own(x))
+
+
+@pytest.mark.parametrize("name", ["*.qk.a", "*.av.b", "*.mlp.fc1.input", "*.mlp.fc1.weight"])
+def test_what_can_be_negative_is_refused(name):
+    with pytest.raises(RecipeError, match=r"Log cannot serve blocks\.0"):
+        pair(small_recipe(f'quantization.rule={{match="{name}", quantizer="log"}}'))
+
+
+# ---- ranges of heads
+
+
+def test_a_rule_gives_each_head_a_range_and_a_later_one_takes_it_back():
+    rules = (Rule(match="*.qk.*", granularity="head"), Rule(match="*1.attn.qk.a", granularity="tensor"))
+    plan = build_plan(expose(tiny_vit()), Quantization(rule=rules))
+    assert plan.sites["blocks.0.attn.qk.a"].granularity == "head" and plan.sites["blocks.0.attn.qk.b"].heads == 2
+    assert {plan.sites[f"blocks.{where}"].granularity for where in ("1.attn.qk.a", "0.attn.av.a")} == {"tensor"}
+    rows = json.loads(json.dumps(plan.to_dict()))
+    assert QuantPlan.from_dict(rows) == plan
+    assert "heads" in rows["blocks.0.attn.qk.a"] and "heads" not in rows["blocks.0.attn.av.a"]
+
+
+def test_heads_are_those_of_the_layer():
+    plan = build_plan(expose(tiny_swin()), Quantization(rule=(Rule(match="*.qk.a", granularity="head"),)))
+    assert [s.heads for s in plan if s.name.endswith("qk.a")] == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("match", ["*.fc1.weight", "head.input", "*"])
+def test_granularity_is_for_products(match):
+    with pytest.raises(RecipeError, match="operands of attention products"):
+        build_plan(expose(tiny_vit()), Quantization(rule=(Rule(match=match, granularity="head"),)))
+
+
+def test_a_wrong_granularity_is_told():
+    with pytest.raises(RecipeError, match="granularity"):
+        load_recipe("quick", 'quantization.rule={match="*.qk.*", granularity="channel"}')
+
+
+def test_the_range_of_each_head_is_that_of_its_values_alone():
+    x = torch.randn(2, 3, 5, 4) * torch.tensor([0.1, 1.0, 10.0]).view(3, 1, 1)
+    own = make_quantizer("lsq", site(signed=True, heads=3))
+    own.set_range(x, "mse")
+    for head in range(3):
+        alone = make_quantizer("lsq", site(signed=True))
+        alone.set_range(x[:, head], "mse")
+        assert torch.equal(own(x)[:, head], alone(x[:, head]))
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+@pytest.mark.parametrize("softmax", [(), LOG])
+def test_heads_with_one_range_equal_a_tensor_with_it(build, softmax):
+    _, tensor = pair(small_recipe(*softmax), build)
+    teacher, head = pair(small_recipe(*softmax, *HEAD), build)
+    own = head.state_dict()
+    head.load_state_dict({name: value.expand(own[name].shape) for name, value in tensor.state_dict().items()})
+    images = noise(teacher, 3, 1)
+    assert torch.equal(head(images), tensor(images))
+    assert torch.equal(deploy(head)(images), deploy(tensor)(images))
+
+
+# ---- both, from the student to the files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", MODELS)
+def test_deployed_and_saved_they_give_the_students_outputs(tmp_path, family, kind):
+    build, name, args = MODELS[family]
+    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS[kind]), build)
+    images = noise(teacher, 4, 1)
+    model = deploy(student)
+    assert torch.equal(model(images), student(images))
+    maskaq.save_pretrained(student, tmp_path, architecture={"name": name, "args": args})
+    saved = maskaq.from_pretrained(tmp_path)
+    assert torch.equal(saved(images), student(images))
+    assert_same(packed(saved), packed(student))
+    assert plan_of(saved) == plan_of(student)
+    grids = [module for module in saved.modules() if isinstance(module, FixedGrid)]
+    assert any(isinstance(module, LogGrid) for module in grids) == (kind != "head")
+    assert any(module.scale.shape[:1] == (2,) for module in grids) == (kind != "log")
+    card = (tmp_path / "README.md").read_text()
+    assert ("logarithmic grid" in card) == (kind != "head") and ("for each head" in card) == (kind != "log")
+
+
+def test_a_model_without_them_says_nothing_of_them(tmp_path):
+    _, student = pair(small_recipe())
+    maskaq.save_pretrained(student, tmp_path, architecture={"name": VIT, "args": VIT_ARGS})
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert not {"log_activations", "per_head_activations"} & scheme.keys()
+    assert not any("heads" in row for row in scheme["plan"].values())
+
+
+def test_a_log_grid_of_ones_own_cannot_be_deployed():
+    @quantizer("other_log")
+    class OtherLog(Log):
+        pass
+
+    try:
+        _, student = pair(small_recipe(LOG[0].replace('"log"', '"other_log"')))
+        with pytest.raises(ModelError, match="OtherLog has its own grid"):
+            deploy(student)
+    finally:
+        del QUANTIZERS["other_log"]
+
+
+def test_a_run_calibrates_resumes_and_reports(tmp_path):
+    recipe, out = small_recipe(*KINDS["both"]), tmp_path / "run"
+    quantize(tiny_vit(), recipe, out, device="cpu", only_images=True)
+    result = quantize(tiny_vit(), recipe, out, source={"name": VIT, "args": VIT_ARGS}, device="cpu", keep="last")
+    assert_same(packed(maskaq.from_pretrained(out / QUANTIZED)), packed(result.model))
+    rows = json.loads((out / "report.json").read_text())
+    assert "log/head" in json.dumps(rows["sizes"])
+    assert opened.write_report(out).exists()
+
+
+def test_inspect_says_them(capsys):
+    given = [word for rule in KINDS["both"] for word in ("--set", rule)]
+    assert main(["inspect", "cifar10_vit", "--bits", "w3a3", *given]) == 0
+    text = capsys.readouterr().out
+    assert "log/head, lsq/head" in text and "lsq/head, lsq/head" in text
+
+
+@pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
+@pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["log", "head", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, kind, bits):
+    from maskaq.artifact.export.runtimes import products
+
+    teacher, student = pair(small_recipe(f"quantization.bits={bits}", *KINDS[kind]), build)
+    found = export(deploy(student), tmp_path / "model.onnx", "onnx", noise(teacher, 5, 1))
+    assert found.turned <= 1e-4 * found.codes and found.agreement == 1
+    # At 8 bits, heads with unlike zero points have no codes in common.
+    assert (products(tmp_path / "model.onnx").in_float == 0) == (bits == "w3a3" or kind == "log")
+
+
+@pytest.mark.skipif(not find_spec("openvino") or not find_spec("onnxruntime"), reason="needs maskaq[openvino]")
+@pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["log", pytest.param("head", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
+    teacher, student = pair(small_recipe(f"quantization.bits={bits}", *KINDS[kind]), build)
+    found = export(deploy(student), tmp_path / "model.xml", "openvino", noise(teacher, 5, 1))
+    assert found.turned <= 1e-4 * found.codes and found.agreement == 1
+
+
+@pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
+@pytest.mark.parametrize("change", ["level", "scale of a head"])
+def test_a_file_with_another_table_or_scale_is_refused(tmp_path, change):
+    from maskaq.artifact.export.onnx import export_onnx
+    from maskaq.artifact.export.verify import verify
+    from maskaq.errors import ExportError
+
+    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"]))
+    model, wrong = deploy(student), deploy(student)
+    softmax = wrong.blocks[0].attn.av.a_grid
+    if change == "level":
+        softmax.levels[3] += 1
+    else:
+        softmax.scale[1] *= 1.1
+    with pytest.raises(ExportError, match=r"blocks\.0\.attn\.av\.a_grid|logits differ"):
+        verify(export_onnx(wrong, tmp_path / "model.onnx"), model, noise(teacher, 5, 1))
+
+
+def test_a_pt2_program_has_the_same_bits(tmp_path):
+    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"]))
+    export(deploy(student), tmp_path / "model.pt2", "pt2", noise(teacher, 5, 1))

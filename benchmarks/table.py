@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 import maskaq
 from maskaq import zoo
@@ -97,15 +98,31 @@ class Table:
         self.images: dict[tuple[str, str], Batches] = {}
         args.out.mkdir(parents=True, exist_ok=True)
         self.file = args.out / "rows.jsonl"
+        self.lock = FileLock(args.out / "rows.lock")
+        self.finished = self.read()
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Row name -> its line."""
         lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last
-        self.finished: dict[str, dict[str, Any]] = {line["name"]: line for line in found}
+        found = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut one
+        return {line["name"]: line for line in found}
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line, or replace the one of the same row; other processes may do so at the same time."""
+        with self.lock:
+            self.finished = self.read() | {line["name"]: line}
+            lines = "".join(json.dumps(kept) + "\n" for kept in self.finished.values())
+            write_bytes_atomic(self.file, lines.encode())
 
     def claims(self, name: str) -> bool:
         """Whether this process is the first to begin a row. Claims of a process that died are OUT/NAME.begun."""
         try:
             (self.args.out / f"{name}.begun").touch(exist_ok=False)
         except FileExistsError:
+            return False
+        self.finished = self.read()
+        if name in self.finished:  # by another process, since this one began
+            self.release(name)
             return False
         return True
 
@@ -123,8 +140,7 @@ class Table:
             hits = self.hits(row["model"], model, data)
             line["hits"][data] = hits
             line["top1"][data] = round(100 * sum(map(int, hits)) / len(hits), 2)
-        lines = "".join(json.dumps(kept) + "\n" for kept in self.finished.values())
-        write_bytes_atomic(self.file, lines.encode())
+        self.write(line)
         self.show(line)
 
     def show(self, line: dict[str, Any]) -> None:
@@ -151,11 +167,10 @@ class Table:
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "commit": commit(),
         }
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        self.show(line)
         shutil.rmtree(self.args.out / row["name"], ignore_errors=True)
         shutil.move(folder / QUANTIZED, self.args.out / row["name"])
+        self.write(line)
+        self.show(line)
         shutil.rmtree(folder)  # its images are hundreds of megabytes
         self.release(row["name"])
         torch.cuda.empty_cache()

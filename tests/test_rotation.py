@@ -222,7 +222,8 @@ def test_rotations_are_a_list_in_one_order_however_they_are_written(tmp_path, te
 
 
 def test_nothing_is_rotated_unless_asked_for():
-    for name in ("paper", "reference", "quick", "best", "demo", "mimiq", "psaq-vit", "sardfq", "noise", "leaves"):
+    assert load_recipe("best").quantization.rotate == ROTATIONS
+    for name in ("paper", "reference", "quick", "demo", "mimiq", "psaq-vit", "sardfq", "noise", "leaves"):
         assert load_recipe(name).quantization.rotate == ()
     model = expose(tiny_vit())
     assert rotate(model, ()) is model and "rotation" not in build_plan(model, Quantization()).to_dict()["head.input"]
@@ -377,3 +378,19 @@ def test_a_run_and_a_plan_from_before_there_were_rotations_go_on(tmp_path):
     quantize(tiny_vit(), recipe, tmp_path, device="cpu", report=False)
     with pytest.raises(MaskaqError, match="rotate"):
         quantize(tiny_vit(), small_recipe(ALL), tmp_path, device="cpu")
+
+
+def test_layers_that_share_weights_are_rotated_each_by_itself():
+    model = tiny_vit()
+    model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    model.blocks[1].norm1 = model.blocks[0].norm1
+    exposed = expose(model)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(rotate(exposed, ROTATIONS)(images), exposed(images), rtol=1e-4, atol=1e-4)
+
+
+def test_a_rotation_that_changes_the_outputs_is_refused(monkeypatch):
+    monkeypatch.setattr("maskaq.quant.rotation._columns", lambda weight, matrix: weight)
+    with pytest.raises(ModelError, match="quantization.rotate"):
+        rotate(expose(tiny_vit()), ["residual"])

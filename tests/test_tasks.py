@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 import maskaq
 from maskaq.cli.main import main
-from maskaq.errors import DataError, ModelError, RecipeError
+from maskaq.errors import DataError, ModelError, RecipeError, RunFolderError
 from maskaq.images.sets import image_folder
 from maskaq.images.synthesis import synthesize
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView, TermSpec
 from maskaq.models import expose, geometry
+from maskaq.models.load import create_timm
 from maskaq.quant.plan import build_plan
 from maskaq.quant.twin import deploy
 from maskaq.runs.opened import compare, open_run
@@ -98,8 +99,10 @@ def test_distances_are_kl_and_cosine():
     kl = (p.softmax(1) * (p.log_softmax(1) - q.log_softmax(1))).sum(1)
     torch.testing.assert_close(TASKS["classification"].distance(p, q).float(), kl)
     cosine = (p * q).sum(1) / (p.norm(dim=1) * q.norm(dim=1))
-    torch.testing.assert_close(FEATURES.agreement(p, q), cosine)
+    torch.testing.assert_close(FEATURES.agreement(p, q).float(), cosine)
     torch.testing.assert_close(FEATURES.distance(p, q).float(), 1 - cosine)
+    for scale in (0.0, 1e-30, 1e30):  # equal vectors are equal, however long
+        assert FEATURES.distance(scale * p, scale * p).abs().max() < 1e-9
     assert FEATURES.distance(p, 3 * p).abs().max() < 1e-6 and TASKS["classification"].distance(p, p + 2).max() < 1e-6
 
 
@@ -114,6 +117,33 @@ def test_neighbours_vote_by_similarity_and_an_image_is_not_its_own():
         hits += votes.index(max(votes)) == labels[i]
     assert nearest_neighbour_accuracy(features, labels, k=2) == hits / 5
     assert nearest_neighbour_accuracy(features, labels, k=100) <= 1  # k is at most the others
+    assert nearest_neighbour_accuracy(features, labels * 10**12, k=2) == hits / 5  # names of classes, not their number
+
+
+def test_one_image_tells_no_error_and_no_share():
+    one = FeatureResult(0.5, None, 1, math.inf)
+    assert one.to_dict()["standard_error"] is None
+    assert recovered(FeatureResult(1.0, None, 1), one, FeatureResult(0.9, None, 1)) is None
+
+
+def test_features_are_not_compared_with_the_accuracy_of_a_classifier(folder):
+    model = expose(tiny_vit(num_classes=0))
+    with pytest.raises(DataError, match="same images"):
+        evaluate(model, image_folder(folder, model), full=EvalResult(80.0, 90.0, 12))
+
+
+def test_a_run_for_features_is_not_continued_as_one_for_classes(tmp_path):
+    tower = "vit_base_patch32_clip_224.openai"
+    model = timm.create_model(tower, **{**TINY, "num_classes": 512}).eval()
+    recipe = small_recipe()
+    quantize(model, recipe, tmp_path / "run", only_images=True)
+    asked = create_timm(tower, **{**TINY, "num_classes": 512}).eval()  # a classifier: its outputs were asked for
+    asked.load_state_dict(model.state_dict())
+    with pytest.raises(RunFolderError, match="task"):
+        quantize(asked, recipe, tmp_path / "run")
+    source = {"name": tower, "args": {**TINY, "num_classes": 512}}
+    quantize(model, recipe, tmp_path / "run", source=source)
+    assert geometry(open_run(tmp_path / "run").student()).task == "features"
 
 
 def test_a_share_is_of_the_headline_figure_of_either_task():

@@ -64,7 +64,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     found = formats.export(model, file, format, images, _metadata(model.maskaq_config))
     if found is None:
         console.print(f"{file}   ({file.stat().st_size / 1e6:.2f} MB)")
-        console.print(f"verified on {len(images)} images: the same logits, bit for bit")
+        console.print(f"verified on {len(images)} images: the same outputs, bit for bit")
         return
     _show_verification(file, format, found, console)
     if loader:

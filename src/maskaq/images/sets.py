@@ -103,13 +103,17 @@ def image_folder(
     loader = partial(read_image, channels=config["input_size"][0])
     if not has_classes and class_index is not None:
         raise DataError(f"--class-index {class_index} is for classifiers: this model has no classes")
-    if not has_classes and not any(entry.is_dir() for entry in os.scandir(root)):
+    if not has_classes:
         files = _images_in(root)
+        flat = [file for file in files if file.parent == root]
         if not files:
             raise DataError(f"{root} has no image files: {expected}")
-        return _Loader(_Unlabelled(files, transform, loader), batch_size=batch, num_workers=workers)
+        if 0 < len(flat) < len(files):
+            raise DataError(f"{root} has {len(flat)} images beside sub-folders of images: {expected}")
+        if flat:
+            return _Loader(_Unlabelled(files, transform, loader), batch_size=batch, num_workers=workers)
     try:
-        dataset = ImageFolder(str(root), transform=transform, loader=loader)
+        dataset = ImageFolder(str(root), transform=transform, loader=loader, allow_empty=not has_classes)
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {expected}, and {str(error).rstrip('.')}") from error
     if has_classes:

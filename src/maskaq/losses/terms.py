@@ -165,7 +165,9 @@ class Objective:
         self.section = section
         self.parts = [(terms[name], weight) for name, weight in weights.items() if weight]
         if not self.parts:
-            raise RecipeError(f"[{section}] every term has weight 0: nothing is left to optimise")
+            raise RecipeError(
+                f"[{section}] no term is left to optimise: all have weight 0, or none suits the model's task"
+            )
         self.needs = {need for term, _ in self.parts for need in term.needs}
         self.own = [term.name for term, _ in self.parts if not term.built_in]
         """The terms that are the user's."""

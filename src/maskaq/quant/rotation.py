@@ -24,7 +24,7 @@ from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import FAMILIES, expose, geometry
 from maskaq.models.structure import Stream, is_absent, mlps
 from maskaq.quant.kinds import refuse_quantized, replace_module
-from maskaq.randomness import image_keys, uniform
+from maskaq.randomness import image_keys, normal, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
 
 BLOCK = 32
@@ -71,9 +71,9 @@ class Rotation(nn.Module):
         return f"blocks of {len(self.matrix)}"
 
 
-def teacher_of(model: nn.Module, scheme: Quantization) -> nn.Module:
+def teacher_of(model: nn.Module, scheme: Quantization, task: str | None = None) -> nn.Module:
     """The full-precision model of a run: a copy of the user's in the common form, rotated as the recipe says."""
-    return rotate(expose(model), scheme.rotate)
+    return rotate(expose(model, task), scheme.rotate)
 
 
 def rotated(model: nn.Module) -> Rotated:
@@ -100,12 +100,46 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
     if before:
         raise ModelError(f"this model is rotated already ({', '.join(before)}): give the one it was made from")
     refuse_quantized(model)
-    rotator = _Rotator(copy.deepcopy(model), blank)
+    rotator = _Rotator(_untied(model), blank)
     for name in names:
         getattr(rotator, name)()
     found = Rotated(names, rotator.sites, tuple(rotator.left_out), tuple(rotator.added), rotator.moved)
     rotator.model._maskaq_rotated = found  # type: ignore[assignment]
+    if names and not blank:
+        _check_equal(model, rotator.model)
     return rotator.model
+
+
+def _untied(model: nn.Module) -> nn.Module:
+    """A copy in which no two layers share a module or a parameter: each is rotated by itself."""
+    copied = copy.deepcopy(model)
+    modules: set[int] = set()
+    for name, module in list(copied.named_modules(remove_duplicate=False)):
+        if id(module) in modules:
+            replace_module(copied, name, copy.deepcopy(module))
+        modules.add(id(module))
+    parameters: set[int] = set()
+    for module in copied.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in parameters:
+                setattr(module, name, nn.Parameter(parameter.clone(), requires_grad=parameter.requires_grad))
+            parameters.add(id(parameter))
+    return copied
+
+
+def _check_equal(model: nn.Module, turned: nn.Module) -> None:
+    """ModelError if rotation changed what a model computes: then its structure is not what the code takes it for."""
+    first = next(model.parameters())
+    if first.is_meta:
+        return
+    shape = geometry(model).channels, *geometry(model).image_size
+    image = normal(image_keys(0, torch.zeros(1, dtype=torch.int64)), *shape).to(first.device)
+    expected, found = model(image), turned(image)
+    if not (found - expected).norm() <= 1e-3 * expected.norm():
+        raise ModelError(
+            f"rotation changes the outputs of this {type(model).__name__}, which must not be: leave it out with "
+            "quantization.rotate=[]"
+        )
 
 
 def hadamard(size: int) -> Tensor:

@@ -110,8 +110,8 @@ class Rule(_Table, path="quantization.rule"):
         super().__post_init__()
         if not self.match:
             raise RecipeError("quantization.rule: expected match, a pattern of site names, in every rule")
-        if not (self.bits or self.quantizer or self.range):
-            raise RecipeError(f"quantization.rule {self.match!r}: expected bits, quantizer or range")
+        if not (self.bits or self.quantizer or self.range or self.granularity):
+            raise RecipeError(f"quantization.rule {self.match!r}: expected bits, quantizer, range or granularity")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import nn
 from maskaq.calibrate.handover import KEEP
 from maskaq.errors import ModelError, RecipeError, RunFolderError
 from maskaq.images.stored import state_digest
-from maskaq.models import data_config
+from maskaq.models import data_config, task_name
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 
@@ -18,6 +18,8 @@ from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     """The identity of a run: a run with another identity needs another folder."""
     weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
+    if (task := task_name(model)) != "classification":  # runs of before tasks are all of classifiers
+        weights["task"] = task
     images = data_config(model)
     preparation = {
         "image_size": list(images["input_size"][1:]),

@@ -46,6 +46,8 @@ class OpenedRun:
     """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
     keep: str = "better"
     """Which model the run was last asked to hand over."""
+    task: str = "classification"
+    """What the model is for, as the run took it."""
     known_teacher: nn.Module | None = field(default=None, repr=False, compare=False)
     """The teacher in the common form, where the caller has it and knows it for the run's: it is not loaded again."""
 
@@ -64,7 +66,7 @@ class OpenedRun:
         if model is None:
             model = self.load_teacher()
             self.check_weights(model)
-        return teacher_of(model, self.recipe.quantization)
+        return teacher_of(model, self.recipe.quantization, self.task)
 
     def check_weights(self, model: nn.Module) -> None:
         """CheckpointError for a model of other weights than the run's teacher."""
@@ -118,7 +120,7 @@ class OpenedRun:
             raise RunFolderError(f"{self.folder} has no checkpoint: {_again(run)}")
         blank = set_normalization(rebuild(self.source["architecture"]), self.source.get("mean"), self.source.get("std"))
         scheme = self.recipe.quantization
-        student = quantized_twin(teacher_of(blank, scheme), scheme, plan_of_run(self.folder))
+        student = quantized_twin(teacher_of(blank, scheme, self.task), scheme, plan_of_run(self.folder))
         try:
             student.load_state_dict(saved.state()["student"])
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -167,7 +169,8 @@ def open_run(folder: str | Path) -> OpenedRun:
     source = {"args": {}, "checkpoint": None, **source}
     source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}
     keep = run.latest_facts.get("keep", "better")
-    return OpenedRun(Path(folder), recipe_from_dict(run.identity["recipe"]), run.identity["seed"], source, keep)
+    recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
+    return OpenedRun(Path(folder), recipe, seed, source, keep, run.identity["model"].get("task", "classification"))
 
 
 def _check_record(run: RunFolder) -> None:
@@ -207,13 +210,17 @@ def compare(
 def write_metrics(folder: str | Path, table: dict[str, Evaluation | str], data: str) -> None:
     """metrics.json of a run folder, and its model's card: what `compare` found, and on which images.
 
-    A row that could not be measured now keeps what was measured before on the same images: the run is the same.
+    What could not be measured now keeps what was measured before on the same images: the run is the same.
     """
     found = metrics(table, data)
     run = RunFolder.read(folder)
     found["model"] = saved_digest(run.path(QUANTIZED))  # whose figures these are
     before = _measured(run, found)
-    found["accuracy"] |= {name: before[name] for name, row in table.items() if isinstance(row, str) and name in before}
+    for name, row in found["accuracy"].items():
+        if isinstance(row, str):
+            found["accuracy"][name] = before.get(name, row)
+        else:  # features are compared with the teacher's, which may be missing now
+            found["accuracy"][name] = before.get(name, {}) | {key: x for key, x in row.items() if x is not None}
     files.write_json_atomic(run.path(METRICS_FILE), found)
     add_metrics(run.path(QUANTIZED), found)
 

@@ -60,7 +60,7 @@ class FeatureResult:
         return replace(self, cosine=1.0)
 
     def to_dict(self) -> dict[str, float | None]:
-        error = None if self.cosine is None else self.standard_error
+        error = None if self.cosine is None or math.isinf(self.cosine_error) else self.cosine_error
         figures = {"cosine": self.cosine, "standard_error": error, "knn": self.knn}
         return figures | {"n": self.n}
 
@@ -94,17 +94,19 @@ class Features(Task):
         return found
 
     def distance(self, expected: Tensor, found: Tensor) -> Tensor:
-        return 1 - self.agreement(expected.double(), found.double())
+        return 1 - self.agreement(expected, found)
 
     def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
-        return F.cosine_similarity(expected, found, dim=1)
+        """Cosine similarity, in double precision; 1 for equal vectors, be they 0."""
+        cosine = F.cosine_similarity(expected.double(), found.double(), dim=1, eps=1e-150)
+        return torch.where((expected == found).all(dim=1), 1.0, cosine)
 
     def show_agreement(self, value: float) -> str:
         return f"{value:.3f}"
 
     def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
         return {
-            "similarity": F.cosine_similarity(expected, found, dim=0).item(),
+            "similarity": self.agreement(expected[None], found[None]).item(),
             "error": relative_error(expected[None], found[None]).item(),
         }
 
@@ -122,10 +124,10 @@ class Features(Task):
         knn = 100 * nearest_neighbour_accuracy(features, labels) if _has_classes(labels) else None
         if full is None:
             return FeatureResult(None, knn, len(features), features=features)
-        if full.features is None or full.features.shape != features.shape:
+        if not isinstance(full, FeatureResult) or full.features is None or full.features.shape != features.shape:
             raise DataError("features can only be compared with those of the same images, of one width")
         similarity = self.agreement(full.features, features)
-        error = (similarity.std() / math.sqrt(len(features))).item() if len(features) > 1 else 0.0
+        error = (similarity.std() / math.sqrt(len(features))).item() if len(features) > 1 else math.inf
         return FeatureResult(similarity.mean().item(), knn, len(features), error, features)
 
 
@@ -139,14 +141,14 @@ def nearest_neighbour_accuracy(features: Tensor, labels: Tensor, k: int = NEIGHB
     """Share of the images whose neighbours, by a vote weighted with exp(cosine / T), have the image's own class."""
     unit = F.normalize(features, dim=1)
     k = min(k, len(unit) - 1)
-    classes = int(labels.max()) + 1
+    names, labels = labels.unique(return_inverse=True)
     hits = 0
     for start in range(0, len(unit), 512):
         rows = torch.arange(start, min(start + 512, len(unit)))
         similarity = unit[rows] @ unit.T
         similarity[torch.arange(len(rows)), rows] = -2.0  # an image is not its own neighbour
         near = similarity.topk(k, dim=1)
-        votes = torch.zeros(len(rows), classes)
+        votes = torch.zeros(len(rows), len(names))
         votes.scatter_add_(1, labels[near.indices], (near.values / TEMPERATURE).exp())
         hits += int((votes.argmax(dim=1) == labels[rows]).sum())
     return hits / len(unit)

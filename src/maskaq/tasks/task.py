@@ -80,7 +80,8 @@ class Task(ABC):
     def is_row(self, row: Any) -> bool:
         """Whether figures read from a file are those of an evaluation: numbers, and None where one was not measured."""
         figures = [row.get(key) for key in self.columns] if isinstance(row, dict) else []
-        return bool(figures) and type(figures[-1]) is int and all(type(x) in (int, float, type(None)) for x in figures)
+        measured = [x for x in figures[:-1] if x is not None]
+        return bool(measured) and all(type(x) in (int, float) for x in measured) and type(figures[-1]) is int
 
     @abstractmethod
     def targets(self, indices: Tensor, classes: int) -> Tensor:

@@ -108,7 +108,7 @@ def is_worse(start: float, end: float, noise: float) -> bool:
 def held_out_count(recipe: Recipe) -> int:
     """As many images as cost about a hundredth of the run: a step of an image is about six passes, an epoch four."""
     steps = sum(recipe.steps_in_round(round) for round in range(len(recipe.rounds)))
-    passes = recipe.synthesis.images * (6 * steps + 4 * recipe.calibration.epochs)
+    passes = recipe.synthesis.images * (6 * steps + 4 * recipe.epochs)
     return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
 
 

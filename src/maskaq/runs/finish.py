@@ -57,7 +57,7 @@ def hand_over(
     """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
     recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
     found = None
-    if recipe.calibration.epochs:
+    if recipe.epochs:
         found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep, progress=progress)
         run.event(stage="hand over", **found.to_dict())
         if found.end_is_worse:

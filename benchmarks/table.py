@@ -138,7 +138,7 @@ class Table:
         recipe = load_recipe(name, *row["overrides"], bits=row["bits"])
         model = self.model(row["model"])
         began, folder = time.monotonic(), self.args.out / f"{row['name']}.run"
-        result = maskaq.quantize(model, recipe, folder, seed=row["seed"], source={"name": row["model"]})
+        result = maskaq.quantize(model, recipe, folder, seed=row["seed"], source={"name": row["model"]}, report=False)
         seconds = time.monotonic() - began
         with frozen(result.model.eval()):
             hits = {data: self.hits(row["model"], result.model, data) for data in self.args.data}

@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy
 import pytest
 
 from maskaq.errors import RecipeError
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import (
+    Augment,
     Bits,
     Calibration,
     Mask,
     Quantization,
     Recipe,
     Refresh,
+    Rule,
     Synthesis,
     describe_keys,
     load_recipe,
@@ -26,6 +29,7 @@ from maskaq.recipe.schema import (
     shipped_recipes,
     to_dict,
     to_toml,
+    up_to_date,
 )
 from maskaq.runs.quantize import quantize
 
@@ -343,6 +347,69 @@ def test_a_mask_that_grows_is_refused_with_both_keys():
     assert "synthesis.mask.end 0.3" in message and "synthesis.mask.start 0.2" in message
     with pytest.raises(RecipeError):
         Recipe(synthesis=Synthesis(mask=Mask(start=0.1, end=0.5)))
+
+
+FROM_PYTHON = {
+    "synthesis.images=-1": lambda: Synthesis(images=-1),
+    "synthesis.lr=nan": lambda: Synthesis(lr=float("nan")),
+    "synthesis.start=nosie": lambda: Synthesis(start="nosie"),
+    "synthesis.terms.class_prior=1e10": lambda: Synthesis(terms={"class_prior": 1e10}),
+    "synthesis.mask.drop=1.0": lambda: Mask(drop=1.0),
+    "synthesis.mask.end=0.9": lambda: Mask(end=0.9),
+    "quantization.bits=w1a4": lambda: Quantization(bits="w1a4"),
+    "quantization.rule=3": lambda: Quantization(rule=3),
+    'quantization.rule=[{bits="8"}]': lambda: Rule(bits="8"),
+    'quantization.rule=[{match="*", bits="9"}]': lambda: Rule(match="*", bits="9"),
+    "calibration.batch=0": lambda: Calibration(batch=0),
+    "calibration.batch=1.5": lambda: Calibration(batch=1.5),
+    "calibration.augment.crop=[0.5, 0.2]": lambda: Augment(crop=(0.5, 0.2)),
+    "calibration.augment.hue=0.6": lambda: Augment(hue=0.6),
+    "refresh.start=tepid": lambda: Refresh(start="tepid"),
+}
+
+
+@pytest.mark.parametrize("override", FROM_PYTHON)
+def test_python_is_refused_what_a_file_is_refused_with_the_same_message(override):
+    with pytest.raises(RecipeError) as raised:
+        FROM_PYTHON[override]()
+    assert str(raised.value) == message_of("paper", override)
+
+
+def test_a_table_in_python_is_the_dataclass_of_its_name():
+    with pytest.raises(RecipeError, match=r"^synthesis: expected a Synthesis, got \{'images': 3\}"):
+        Recipe(synthesis={"images": 3})
+    with pytest.raises(RecipeError, match=r"^quantization\.rule: expected a list of tables"):
+        Quantization(rule=[{"match": "*", "bits": "8"}])
+
+
+def test_values_from_python_have_the_types_of_their_fields():
+    synthesis = Synthesis(images=numpy.int64(3), lr=1, terms={"class_prior": 2})
+    assert [type(value) for value in (synthesis.images, synthesis.lr, synthesis.terms["class_prior"])] == [
+        int,
+        float,
+        float,
+    ]
+    assert synthesis.terms == {"class_prior": 2.0}, "the terms named in Python are all there are"
+    assert Quantization(rule=[Rule(match="*", bits="8")]).rule == (Rule(match="*", bits="8"),)
+
+
+def test_a_renamed_value_is_understood_by_its_old_name(tmp_path):
+    file = write(tmp_path / "old.toml", '[synthesis]\nstart = "leaves"\n')
+    found = [
+        load_recipe(file),
+        load_recipe("paper", "synthesis.start=leaves"),
+        Recipe(synthesis=Synthesis(start="leaves")),
+    ]
+    assert {recipe.synthesis.start for recipe in found} == {"dead_leaves"}
+    assert 'start = "dead_leaves"' in to_toml(found[0])
+
+
+def test_a_stored_recipe_of_an_earlier_version_is_brought_up_to_date():
+    old = to_dict(Recipe())
+    old["synthesis"] |= {"start": "leaves", "later": 1}
+    del old["calibration"]["pace"]
+    wanted = to_dict(load_recipe("paper", "synthesis.start=dead_leaves"))
+    assert up_to_date(old) == {**wanted, "synthesis": {**wanted["synthesis"], "later": 1}}
 
 
 @pytest.mark.parametrize("override", [5, None, {"synthesis": {"steps": 3}}])

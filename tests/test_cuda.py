@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason
 each_model = pytest.mark.parametrize("name", ["cifar10_vit", "cifar10_swin"])
 
 RECIPE = small_recipe(
-    "synthesis.start=leaves",
+    "synthesis.start=dead_leaves",
     "synthesis.images=32",
     "synthesis.batch=32",
     "synthesis.steps=12",

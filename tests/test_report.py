@@ -153,7 +153,7 @@ def test_a_site_says_how_far_it_rounds_how_much_it_cuts_off_and_what_it_leaves_u
 
 def test_collecting_leaves_the_models_as_they_were(vit):
     opened = results.open_run(vit)
-    models = {"teacher": opened.teacher(), "searched": opened.searched(), "student": opened.calibrated()}
+    models = {"teacher": opened.teacher(), "searched": opened.ptq(), "student": opened.calibrated()}
     before = {name: {k: v.clone() for k, v in model.state_dict().items()} for name, model in models.items()}
     names = {name: [n for n, _ in model.named_modules()] for name, model in models.items()}
     collect.collect(opened.recipe, 0, collect.images_of_rounds(RunFolder.read(vit), opened.recipe), models)
@@ -514,7 +514,7 @@ def test_information_has_its_sentence_and_its_table(own):
     assert "| I(z_p; y) | 1.25 | nats that P's prediction says of the class \\| in bits: 1.8 |\n" in markdown
 
 
-# ---- images that were not dreamt up
+# ---- images that were not synthesised
 
 
 @pytest.fixture(scope="module")
@@ -558,14 +558,14 @@ def test_without_labels_information_says_that_it_needs_them(unlabelled, kind):
 
 
 def test_a_page_says_where_its_images_come_from(unlabelled, vit, pictures, tmp_path):
-    real, noise, dreamt = (read_page(folder) for folder in (unlabelled["real"], unlabelled["noise"], vit))
+    real, noise, synthetic = (read_page(folder) for folder in (unlabelled["real"], unlabelled["noise"], vit))
     for text in real:
-        assert f"REAL images of {pictures}" in text and "NOT data-free" in text and "dreamt" not in text
+        assert f"REAL images of {pictures}" in text and "NOT data-free" in text and "synthesised" not in text
     assert "data-free quantization" not in real[0]
     for text in noise:
-        assert "Gaussian noise" in text and "dreamt" not in text and "NOT data-free" not in text
-    for text in dreamt:
-        assert "dreamt up" in text and "NOT data-free" not in text
+        assert "Gaussian noise" in text and "synthesised" not in text and "NOT data-free" not in text
+    for text in synthetic:
+        assert "synthesised from the model itself" in text and "NOT data-free" not in text
     for text in read_page(vit, unlabelled["real"], unlabelled["noise"], out=tmp_path / "all.html"):
         assert "(2) is calibrated on 8 REAL images" in text and "(3) is made from 8 images of Gaussian noise" in text
 
@@ -659,12 +659,12 @@ def test_the_strip_is_of_the_first_image_from_its_start_to_its_end_and_says_so(f
 def test_the_strip_is_of_an_image_that_is_there(tmp_path, monkeypatch):
     real = Synthesizer._make_part
 
-    def ill(self, indices, round, start, attempt):
+    def non_finite(self, indices, round, start, attempt):
         images = real(self, indices, round, start, attempt)
         images[(indices == 0) | ((indices == 4) & (attempt == 0))] = float("nan")
         return images
 
-    monkeypatch.setattr(Synthesizer, "_make_part", ill)
+    monkeypatch.setattr(Synthesizer, "_make_part", non_finite)
     recipe = small_recipe("synthesis.max_lost=0.5", "refresh.every=0")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     record = Record(RunFolder.read(tmp_path / "run"), collect.read(RunFolder.read(tmp_path / "run")))

@@ -338,7 +338,7 @@ def test_a_rotated_run_is_resumed_saved_opened_and_reported(tmp_path, case, monk
     images = noise(opened.teacher(), 2, 0)
     torch.testing.assert_close(opened.teacher()(images), expose(build())(images), rtol=1e-4, atol=1e-4)
     assert_same(packed(opened.student()), packed(result.model))
-    assert plan_of(opened.searched()) == plan
+    assert plan_of(opened.ptq()) == plan
     assert results.write_report(tmp_path / "whole").exists()
     monkeypatch.setattr("maskaq.runs.quantize.first_student", lambda *_: pytest.fail("began again"))
     assert_same(packed(run(tmp_path / "whole").model), packed(result.model))

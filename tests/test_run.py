@@ -680,10 +680,10 @@ def test_a_sealed_shard_that_holds_no_images_is_refused(opened, wrong):
     path = opened.folder / "images/round_00/shard_0000.safetensors"
     path.write_bytes(folder.seal_shard(0, 0, wrong))
     with pytest.raises(RunFolderError, match="does not hold images"):
-        opened.searched()
+        opened.ptq()
     path.write_bytes(files.seal(wrong, {}))  # as 0.1.0 wrote them
     with pytest.raises(RunFolderError, match="no shard of images"):
-        opened.searched()
+        opened.ptq()
 
 
 def test_a_folder_of_images_that_has_changed_is_noticed(tmp_path):
@@ -1056,14 +1056,14 @@ def test_the_models_of_a_run_are_the_ones_it_was_made_of(opened, checkpoint):
     images = batches(None)[0][0]
     with torch.no_grad():
         assert torch.allclose(opened.teacher()(images), tiny_vit()(images), atol=1e-5)
-    nearest, searched, ours = opened.nearest(), opened.searched(), opened.calibrated()
+    rtn, ptq, ours = opened.rtn(), opened.ptq(), opened.calibrated()
     assert_same(packed(ours), tensors(opened.folder / WEIGHTS))
     weight = "blocks.0.mlp.fc1.weight"
     teacher = opened.teacher().state_dict()[weight]
-    assert torch.equal(nearest.state_dict()[weight], teacher) and torch.equal(searched.state_dict()[weight], teacher)
-    assert not torch.equal(packed(ours)[f"{weight}.codes"], packed(nearest)[f"{weight}.codes"])
+    assert torch.equal(rtn.state_dict()[weight], teacher) and torch.equal(ptq.state_dict()[weight], teacher)
+    assert not torch.equal(packed(ours)[f"{weight}.codes"], packed(rtn)[f"{weight}.codes"])
     scales = "blocks.0.mlp.fc1.input_quantizer.scale"
-    assert nearest.state_dict()[scales] > searched.state_dict()[scales]  # min-max covers all, the search cuts outliers
+    assert rtn.state_dict()[scales] > ptq.state_dict()[scales]  # min-max covers all, the search cuts outliers
 
 
 def test_the_images_of_a_run_are_those_of_its_latest_round(opened):

@@ -1,4 +1,4 @@
-"""How fast synthesis and calibration run here: microseconds per image and step, set-up, memory, and what the floor is.
+"""Benchmark synthesis and calibration: microseconds per image and step, set-up time, memory, and a lower bound.
 
 Random weights and images serve: the arithmetic does not depend on them.
 """
@@ -76,7 +76,7 @@ def bench(
     steps: int = 20,
     repeats: int = 5,
 ) -> Iterator[Timing]:
-    """Timings of both stages for an exposed model. A batch of 0: what a run of the recipe would take."""
+    """Timings of both stages for an exposed model. A batch of 0 means the batch that a run of the recipe would use."""
     sizes = {"steps": steps, "repeats": repeats}
     yield _synthesis(name, teacher, recipe, engine, batch=batch, **sizes)
     yield _calibration(name, teacher, recipe, engine, batch=calibration_batch or recipe.calibration.batch, **sizes)
@@ -88,8 +88,8 @@ def _synthesis(name: str, teacher: nn.Module, recipe: Recipe, engine: Engine, ba
     make = Synthesizer(teacher, student, _shaped(recipe, batch, sizes["steps"]), engine=engine)
     one = Synthesizer(teacher, student, _shaped(recipe, 1, 1))
     flops = _flops(lambda: one.trial(1, 1))
-    facts = {"model": name, "stage": "synthesis", "engine": engine.name, "batch": batch, "gigaflop": flops / 1e9}
-    return _time(lambda: make.trial(batch, sizes["steps"]), make.device, facts, **sizes)
+    case = {"model": name, "stage": "synthesis", "engine": engine.name, "batch": batch, "gigaflop": flops / 1e9}
+    return _time(lambda: make.trial(batch, sizes["steps"]), make.device, case, **sizes)
 
 
 def _calibration(name: str, teacher: nn.Module, recipe: Recipe, engine: Engine, batch: int, **sizes: int) -> Timing:
@@ -97,8 +97,8 @@ def _calibration(name: str, teacher: nn.Module, recipe: Recipe, engine: Engine, 
     one = Calibrator(teacher, _student(teacher, recipe), _shaped(recipe, 1, 1))
     data = _images(fit.geometry, batch * sizes["steps"])
     flops = _flops(lambda: one.epoch(data[:1], 0))
-    facts = {"model": name, "stage": "calibration", "engine": engine.name, "batch": batch, "gigaflop": flops / 1e9}
-    return _time(lambda: fit.epoch(data, 0), fit.device, facts, **sizes)
+    case = {"model": name, "stage": "calibration", "engine": engine.name, "batch": batch, "gigaflop": flops / 1e9}
+    return _time(lambda: fit.epoch(data, 0), fit.device, case, **sizes)
 
 
 def _shaped(recipe: Recipe, batch: int, steps: int) -> Recipe:
@@ -123,8 +123,9 @@ def _images(geometry: Geometry, count: int) -> SyntheticSet:
     return SyntheticSet(images, numbers % max(1, geometry.classes), numbers)
 
 
-def _time(work: Callable[[], object], device: torch.device, facts: dict[str, Any], steps: int, repeats: int) -> Timing:
-    on_gpu, batch = device.type == "cuda", facts["batch"]
+def _time(work: Callable[[], object], device: torch.device, case: dict[str, Any], steps: int, repeats: int) -> Timing:
+    on_gpu = device.type == "cuda"
+    batch = case["batch"]
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,13 +133,13 @@ def _time(work: Callable[[], object], device: torch.device, facts: dict[str, Any
     per_image = [1e6 * seconds / (batch * steps) for seconds in rest]
     median = statistics.median(per_image)
     return Timing(
-        **facts,
+        **case,
         microseconds=median,
         fastest=min(per_image),
         slowest=max(per_image),
         setup_seconds=max(0.0, first - median * batch * steps / 1e6),
         megabytes_per_image=torch.cuda.max_memory_reserved(device) / batch / 1e6 if on_gpu else None,
-        floor_microseconds=1e15 * facts["gigaflop"] / matmul_rate(device),
+        floor_microseconds=1e15 * case["gigaflop"] / matmul_rate(device),
     )
 
 

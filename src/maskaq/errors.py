@@ -1,6 +1,6 @@
 """Every error a user can cause: one class per kind, one message that says what was expected, what came, what to do.
 
-The command line prints the message alone and exits with 1; a traceback from anything else is a bug of ours.
+The command line prints the message alone and exits with 1; a traceback from anything else is a bug in maskaq.
 """
 
 import os
@@ -62,7 +62,7 @@ class RangeError(MaskaqError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that is not in a list, with the nearest one that is."""
+    """The message for an unknown name, with the closest known one."""
     known = sorted(known)
     near = get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

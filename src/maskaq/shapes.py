@@ -1,4 +1,4 @@
-"""Axes and geometry: what the losses need to know about a model, so that none of them asks which model it is.
+"""Axes and geometry of a model: all that the losses need, so that none depends on the architecture.
 
 Legend   B images   W windows of an image   H heads   T tokens of a window (prefix + patches)
          Q queries, K keys (patches)   N patches of an image in raster order   D channels of a head
@@ -34,7 +34,8 @@ class Layer:
 
         Where windows reach over the image's edge, the tokens there are patches like others, as they are to the model.
         """
-        p, tokens = self.prefix_tokens, attention.shape[2]
+        p = self.prefix_tokens
+        tokens = attention.shape[2]
         return attention.unflatten(0, (-1, self.windows))[..., p:, p:tokens]
 
     def patch_attention(self, received: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ REAL_IMAGES = "REAL images: a ceiling, NOT data-free"
 
 
 def model_card(config: dict[str, Any]) -> str:
-    """README.md in the manner of the Hugging Face hub."""
+    """The text of README.md, in the format of the Hugging Face hub."""
     parts = [_front_matter(config), _what(config), _accuracy(config), _loading(config), _quantization(config)]
     return "\n".join(part for part in [*parts, _made(config), _limits()] if part)
 
@@ -18,18 +18,18 @@ def _name(config: dict[str, Any]) -> str:
 
 
 def _data_free(config: dict[str, Any]) -> bool | None:
-    """What the run said that made the model; None where nobody said anything."""
-    said = config["made"].get("data_free")
-    return said if isinstance(said, bool) else None
+    """Whether the model was made without real data, according to its config; None if the config does not record it."""
+    recorded = config["made"].get("data_free")
+    return recorded if isinstance(recorded, bool) else None
 
 
 def caveat_of(config: dict[str, Any]) -> str:
-    """What a table of a saved model has to say of the images it was calibrated on; empty if they were synthetic."""
+    """A warning for result tables if the model was calibrated on real images; empty if they were synthetic."""
     return REAL_IMAGES if _data_free(config) is False else ""
 
 
 def bits_of(config: dict[str, Any]) -> str:
-    """wXaY: the widths of most of its layers."""
+    """The bit widths of most layers, as wXaY."""
     scheme = config["quantization_config"]
     return f"w{scheme['weight_bits']}a{scheme['activation_bits']}"
 
@@ -48,7 +48,8 @@ def _front_matter(config: dict[str, Any]) -> str:
 
 
 def _what(config: dict[str, Any]) -> str:
-    weights, (channels, height, width) = config["weights"], config["input_size"]
+    weights = config["weights"]
+    channels, height, width = config["input_size"]
     before, after = weights["float32_bytes"], weights["bytes"]
     how = {True: " without an image of its training data", False: f" on {REAL_IMAGES}", None: ""}[_data_free(config)]
     smaller = f"{before / after:.1f} times smaller than the {before / 1e6:.2f} MB of the model in float32"
@@ -63,7 +64,7 @@ quantized by maskaq{how}.
 
 
 def _results(config: dict[str, Any]) -> dict[str, Any]:
-    """Row -> figures of the rows that were measured. What was edited beyond recognition is none."""
+    """Row title -> figures, for the rows that were measured. Entries that cannot be read are skipped."""
     rows = _object(_object(config["made"].get("metrics")).get("accuracy"))
     return {name: row for name, row in rows.items() if _task(config).is_row(row)}
 
@@ -132,9 +133,9 @@ def _made(config: dict[str, Any]) -> str:
     made, lines = config["made"], ["## How it was made", ""]
     if made.get("command"):
         lines += ["```bash", str(made["command"]), "```", ""]
-    facts = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
-    facts["versions"] = ", ".join(f"{name} {version}" for name, version in _object(made.get("versions")).items())
-    lines += [f"* {key}: {value}" for key, value in facts.items() if value not in (None, "")]
+    entries = {key: made.get(key) for key in ("seed", "commit", "device", "platform")}
+    entries["versions"] = ", ".join(f"{name} {version}" for name, version in _object(made.get("versions")).items())
+    lines += [f"* {key}: {value}" for key, value in entries.items() if value not in (None, "")]
     if made.get("recipe"):
         lines.append("* recipe: `made.recipe` in `config.json`")
     lines.append(f"* saved with maskaq {config['maskaq_version']}")

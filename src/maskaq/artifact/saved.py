@@ -36,7 +36,9 @@ from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
 FORMAT = 1
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CARD = "README.md"
 # How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
 PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -96,16 +98,18 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
         raise PretrainedError(f"{root} cannot be loaded: {error}") from error
     except Exception as error:  # a config that a program wrote can be wrong in more ways than can be listed
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise PretrainedError(f"{root} cannot be loaded: {CONFIG} describes no model of ours ({reason})") from error
+        raise PretrainedError(
+            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
+        ) from error
 
 
 def is_pretrained(folder: str | Path) -> bool:
-    """Whether a folder is meant to be a saved model; `from_pretrained` says whether it is a sound one."""
+    """Whether a folder looks like a saved model; `from_pretrained` checks that it is sound."""
     return os.path.isfile(os.path.join(folder, CONFIG))
 
 
 def saved_digest(folder: str | Path) -> str | None:
-    """SHA-256 of a saved model's weights as its config tells it: which model it is. None where there is none."""
+    """SHA-256 of a saved model's weights, as recorded in its config; None if there is no saved model."""
     try:
         weights = _read_config(Path(folder)).get("weights")
     except PretrainedError:
@@ -128,7 +132,8 @@ def write(
 ) -> None:
     """Unchecked write: whatever is at root is replaced, and the architecture may be unknown."""
     tensors = _stored(deployed)
-    described, labelled = _described(deployed, architecture), _labelled(deployed, labels)
+    described = _described(deployed, architecture)
+    labelled = _labelled(deployed, labels)
     sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either
     data = files.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
     config = described | labelled
@@ -150,7 +155,7 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
 
 
 def metrics_to_show(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics with the name of the image folder in place of its path, which is nobody else's business."""
+    """Metrics with the name of the image folder instead of its full path, which is private."""
     return {**metrics, "data": Path(str(metrics.get("data", ""))).name}
 
 
@@ -170,7 +175,7 @@ def as_deployed(model: nn.Module) -> nn.Module:
 
 
 def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict[str, Any]:
-    """All that a folder says about its model, in JSON's own types: what a model loaded from it must say again."""
+    """The config of a model in JSON types; a model loaded from the folder must give the same config."""
     images = data_config(model)
     described = {
         "model_type": "maskaq",
@@ -187,7 +192,7 @@ def _described(model: nn.Module, architecture: Mapping[str, Any] | None) -> dict
 
 
 def _scheme(model: nn.Module) -> dict[str, Any]:
-    """Bits of every site, and what holds for most; null is a tensor that stays in float."""
+    """Bits of every site, and the most common bits; null is a tensor that stays in float."""
     sites = {name: site for name, module in model.named_modules() if (site := _site(module))}
     ends = (*geometry(model).first, *geometry(model).last)
     inner = [site for name, site in sites.items() if name not in ends]
@@ -270,7 +275,8 @@ def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = Non
     candidates = [given, _remembered(deployed).get("timm")]
     try:
         if record.get("architecture"):
-            state, size = _float_state(deployed), geometry(deployed).image_size
+            state = _float_state(deployed)
+            size = geometry(deployed).image_size
             candidates.append(architecture_of_state(state, str(record["architecture"]), image_size=size))
     except MaskaqError:  # a name that timm does not know
         pass
@@ -286,7 +292,8 @@ def _remembered(model: nn.Module) -> dict[str, Any]:
 def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     """Why an architecture does not build a deployed model, to the last bit of its outputs; empty if it does."""
     try:
-        name, args = architecture["name"], dict(architecture.get("args", {}))
+        name = architecture["name"]
+        args = dict(architecture.get("args", {}))
         shapes = {key: tuple(value.shape) for key, value in load_shape(name, args).state_dict().items()}
         own = {key: tuple(value.shape) for key, value in _float_state(deployed).items()}
         if shapes != own:
@@ -297,9 +304,9 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
         return f"expected name and args ({error!r})"
     except MaskaqError as error:
         return str(error)
-    facts = geometry(deployed)
-    image = torch.linspace(-2, 2, facts.channels * facts.image_size[0] * facts.image_size[1])
-    image = image.sin().view(1, facts.channels, *facts.image_size)
+    spec = geometry(deployed)
+    image = torch.linspace(-2, 2, spec.channels * spec.image_size[0] * spec.image_size[1])
+    image = image.sin().view(1, spec.channels, *spec.image_size)
     with torch.no_grad():
         same = torch.equal(built(image), deployed(image))
     return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"
@@ -327,8 +334,8 @@ def _check_size(architecture: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Module | None) -> nn.Module:
-    """The deployed model of a config, filled."""
-    with torch.random.fork_rng(devices=[]):  # building draws weights that nobody will see
+    """Build the deployed model of a config and load its tensors."""
+    with torch.random.fork_rng(devices=[]):  # building draws random weights, which are replaced
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
     record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": model.num_classes}
     record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
@@ -356,13 +363,16 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
         odd = sorted(found.keys() ^ sites.keys())
         raise ModelError(f"{len(odd)} sites are in the model or in {CONFIG} alone, {odd[0]!r} first")
     for name, (module, kind) in found.items():
-        keys, site = [f"{slot}_bits" for slot in kind.slots], sites[name]
+        keys = [f"{slot}_bits" for slot in kind.slots]
+        site = sites[name]
         if not isinstance(site, dict) or site.keys() != set(keys):
             raise ModelError(f"site {name!r}: expected {' and '.join(keys)}, found {site!r}")
         for key, bits in site.items():
             if bits is not None and (type(bits) is not int or bits not in WIDTHS):
                 raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
-        odd = [s for s in kind.slots if (told := plan.get(name, s)) is not None and told.bits != site[f"{s}_bits"]]
+        odd = [
+            s for s in kind.slots if (planned := plan.get(name, s)) is not None and planned.bits != site[f"{s}_bits"]
+        ]
         if odd:
             raise ModelError(f"site {name!r}: sites and plan of {CONFIG} differ in the bits of {odd[0]}")
         bits_of = (site[key] for key in keys)
@@ -374,13 +384,14 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
 
 
 def _coded(model: nn.Module) -> dict[str, CodedWeight]:
-    """Name of the codes among the model's tensors -> who owns them."""
+    """Name of each tensor of codes in the state dict -> the module that owns it."""
     return {f"{name}.codes": module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
 
 
 def _stored(deployed: nn.Module) -> dict[str, Tensor]:
     """The tensors of the file: codes packed, the rest as it is."""
-    coded, stored = _coded(deployed), {}
+    coded = _coded(deployed)
+    stored = {}
     for name, value in deployed.state_dict().items():
         if name in coded:
             stored[name] = pack(value, coded[name].bits)
@@ -395,7 +406,8 @@ def _stored(deployed: nn.Module) -> dict[str, Tensor]:
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors of a file into a blank deployed model: all of them, and each as it must be."""
-    coded, own = _coded(model), model.state_dict()
+    coded = _coded(model)
+    own = model.state_dict()
     expected = {name: (value.dtype, tuple(value.shape)) for name, value in own.items()}
     expected |= {name: (torch.uint8, (packed_bytes(owner.codes.numel(), owner.bits),)) for name, owner in coded.items()}
     found = {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()}
@@ -435,11 +447,13 @@ def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
 
 
 def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a folder, found to be those that were saved together."""
-    config, path = _read_config(root), root / WEIGHTS
+    """Config and tensors of a folder, verified to have been saved together."""
+    config = _read_config(root)
+    path = root / WEIGHTS
     data = _read_bytes(path)
     recorded = config.get("weights")
-    expected, found = recorded.get("sha256") if isinstance(recorded, dict) else None, sha256(data).hexdigest()
+    expected = recorded.get("sha256") if isinstance(recorded, dict) else None
+    found = sha256(data).hexdigest()
     if expected != found:
         raise PretrainedError(
             f"{path} is not the file that was saved: {CONFIG} expects sha256 {str(expected)[:12]}..., found "
@@ -516,7 +530,7 @@ def _path(folder: Any) -> Path:
 
 
 def _check_replaceable(root: Path) -> None:
-    """Raises for a place where something else is than an earlier saved model."""
+    """Raises if the target exists and is not an earlier saved model."""
     if not os.path.exists(root) or (root.is_dir() and not any(root.iterdir())):
         return
     others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []

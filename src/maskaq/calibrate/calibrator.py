@@ -45,10 +45,14 @@ class Calibrator:
         progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
-        self.teacher, self.student, self.config, self.seed = teacher, student, recipe.calibration, seed
+        self.teacher = teacher
+        self.student = student
+        self.config = recipe.calibration
         self.scheme = recipe.quantization
         self.epochs = recipe.stages.get(self.name, range(self.config.epochs))
-        self.progress, self.engine = progress or Progress(), engine
+        self.seed = seed
+        self.progress = progress or Progress()
+        self.engine = engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
@@ -64,7 +68,7 @@ class Calibrator:
         self._mean: list[Tensor] = []  # of the student's parameters at the ends of the last epochs
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
-        """One pass over the images, shuffled and augmented anew; returns the mean of each loss term.
+        """One pass over the images, in a new order and with new augmentations; returns the mean of each loss term.
 
         Order and views depend on the epoch's number alone, not on what ran before: a resumed run repeats nothing and
         skips nothing. The first epoch sets the pace, where the recipe asks for one.
@@ -100,7 +104,7 @@ class Calibrator:
 
     @torch.no_grad()
     def start_error(self, data: SyntheticSet, images: int = 32) -> float:
-        """How far the student's blocks are from the teacher's, sqrt(block_error): 0 is equal, 1 a constant."""
+        """Relative error of the student's blocks, sqrt(block_error): 0 if equal, 1 if as bad as a constant output."""
         errors = []
         with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
             for part in data.images[:images].split(8):
@@ -182,11 +186,12 @@ class Calibrator:
         return f"calibration.lr (now {self.config.lr})"
 
     def _near(self, data: SyntheticSet) -> SyntheticSet:
-        """The images on the device, if they leave it room; they are the same set for many epochs."""
+        """The images on the device, if they fit; the same set is used for many epochs."""
         if self._data is not data:
             bytes_needed = data.images.numel()
             fits = self.device.type != "cuda" or bytes_needed < torch.cuda.mem_get_info(self.device)[0] // 4
-            self._data, self._data_near = data, data.to(self.device) if fits else data
+            self._data = data
+            self._data_near = data.to(self.device) if fits else data
         return self._data_near
 
     def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, Tensor]:
@@ -320,10 +325,10 @@ def ranges_and_others(modules: list[nn.Module]) -> tuple[list[nn.Parameter], lis
 
 
 def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
-    """Of sums step by step, the terms that were the first not to be finite."""
+    """Names of the loss terms that became non-finite first, from their sums after each step."""
     for step in sums:
-        if ill := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
-            return ill
+        if non_finite := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:
+            return non_finite
     return []
 
 
@@ -337,7 +342,7 @@ def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[
 
 
 class BatchBuffers:
-    """The batch that a step takes. It stays where it is from step to step, so that a step can be replayed."""
+    """Fixed buffers for the batch of a step, so that a captured step can be replayed."""
 
     advance: Callable[[], None]
     """One optimiser step."""

@@ -29,7 +29,7 @@ WHICH = {
     "keep='last') hands over the calibrated one",
     "end": "It is handed over all the same, as was asked for",
 }
-"""What is said of a student that calibration made worse."""
+"""Messages for a student that calibration made worse."""
 
 _FEWEST, _MOST = 8, 64  # images
 _SHARE = 0.01  # of a run's forward passes
@@ -38,7 +38,7 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Handover:
-    """The comparison, and what came of it."""
+    """Result of comparing the student before and after calibration, and which of them was kept."""
 
     start: float
     """Mean distance of Q to P on the held-out images, before calibration: the task says which."""
@@ -65,14 +65,20 @@ class Handover:
         return f"calibration made the model {'worse' if self.end_is_worse else 'better'} {where}: {figures}"
 
 
-def is_kept(told: Any, keep: str | None) -> bool:
-    """Whether what a saved model tells of its handover is what `keep` asks for; None asks for nothing."""
+def is_kept(recorded: Any, keep: str | None) -> bool:
+    """Whether the handover recorded in a saved model satisfies `keep`; None accepts any."""
     form = {"start": float, "end": float, "noise": float, "kept": str}
-    if not isinstance(told, dict) or misfit(told, form) or None in (told["start"], told["end"], told["noise"]):
+    if (
+        not isinstance(recorded, dict)
+        or misfit(recorded, form)
+        or None in (recorded["start"], recorded["end"], recorded["noise"])
+    ):
         return True  # it tells nothing that could be compared
     if keep == "last":
-        return bool(told["kept"] != "start")
-    return keep is None or told["kept"] != "end" or not is_worse(told["start"], told["end"], told["noise"])
+        return bool(recorded["kept"] != "start")
+    return (
+        keep is None or recorded["kept"] != "end" or not is_worse(recorded["start"], recorded["end"], recorded["noise"])
+    )
 
 
 def compare(
@@ -86,7 +92,8 @@ def compare(
     progress: Progress | None = None,
 ) -> Handover:
     """Compare the student before and after calibration with the teacher."""
-    began, progress = time.monotonic(), progress or Progress()
+    began = time.monotonic()
+    progress = progress or Progress()
     count = held_out_count(recipe)
     progress.stage("compare before and after", 3 * count)
     images = held_out_images(teacher, count, seed)
@@ -106,18 +113,21 @@ def is_worse(start: float, end: float, noise: float) -> bool:
 
 
 def held_out_count(recipe: Recipe) -> int:
-    """As many images as cost about a hundredth of the run: a step of an image is about six passes, an epoch four."""
-    steps = sum(recipe.steps_in_round(round) for round in range(len(recipe.rounds)))
+    """Number of held-out images, at about 1 % of the cost of the run.
+
+    A synthesis step costs about six forward passes per image, an epoch of calibration four.
+    """
+    steps = sum(recipe.steps_in_round(round_index) for round_index in range(len(recipe.rounds)))
     passes = recipe.synthesis.images * (6 * steps + 4 * recipe.epochs)
     return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
 
 
 def held_out_images(teacher: nn.Module, count: int, seed: int, purpose: str = "held out") -> Tensor:
-    """Dead leaves that no run of this seed starts from, as the model takes them."""
+    """Normalised dead leaves, drawn so that no run with this seed starts from them."""
     device = next(teacher.parameters()).device
-    facts = geometry(teacher).to(device)
+    spec = geometry(teacher).to(device)
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(count, device=device)), purpose)
-    return facts.normalise(dead_leaves(keys, facts.channels, *facts.image_size))
+    return spec.normalise(dead_leaves(keys, spec.channels, *spec.image_size))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from maskaq.progress import Progress
 
 
 class Stage(Protocol):
-    """`Calibrator` fits all layers at once, end to end; `Reconstructor` block after block.
+    """Protocol of a stage: `Calibrator` fits all layers at once, end to end, `Reconstructor` block after block.
 
     Epochs are numbered through all stages of a run (`Recipe.stages`). An epoch depends on the student, the state and
     its number alone: a run can stop after any and go on later.
@@ -22,10 +22,10 @@ class Stage(Protocol):
         """One pass over the images; gives the mean of each loss term."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next epoch needs besides the student."""
+        """All state besides the student that the next epoch needs, such as the optimiser's."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""

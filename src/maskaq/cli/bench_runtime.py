@@ -55,7 +55,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.models.load import rebuild
     from maskaq.runs.opened import metrics
 
-    names, threads, repeats, console = arguments.files, arguments.threads, arguments.repeats, invocation.console
+    names = arguments.files
+    threads = arguments.threads
+    repeats = arguments.repeats
+    console = invocation.console
     architecture = _shared_architecture(names)
     if threads > _MOST_THREADS * (os.cpu_count() or 1):
         raise DeviceError(f"--threads {threads}: expected about as many as there are cores, {os.cpu_count()}")
@@ -87,7 +90,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def _shared_architecture(files: Sequence[str]) -> dict[str, Any]:
-    """Of the one model that the files were made of."""
+    """Architecture of the model that all files were exported from."""
     from maskaq.artifact.export.runtimes import metadata_of
 
     first, *others = files

@@ -79,8 +79,11 @@ class ProgressLines(Progress):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.title, self.total, self.done, self.first = "", 0, 0, 0
-        self.began = self.said = time.monotonic()
+        self.title = ""
+        self.total = 0
+        self.done = 0
+        self.first = 0
+        self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> "ProgressLines":
         return self
@@ -89,18 +92,21 @@ class ProgressLines(Progress):
         pass
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        self.title, self.total, self.done, self.first = title, total, done, done
-        self.began = self.said = time.monotonic()
+        self.title = title
+        self.total = total
+        self.done = done
+        self.first = done
+        self.began = self.last_line = time.monotonic()
         self.console.print(f"{title}: 0 %" if not done else f"{title}: {100 * done / max(1, total):.0f} % from before")
 
     def advance(self, units: int = 1, **metrics: float) -> None:
-        if not self.title:  # of no stage: there is no line to say
+        if not self.title:  # outside a stage there is nothing to print
             return
         self.done += units
         now = time.monotonic()
-        if now - self.said < SECONDS_BETWEEN_LINES and self.done < self.total:
+        if now - self.last_line < SECONDS_BETWEEN_LINES and self.done < self.total:
             return
-        self.said = now
+        self.last_line = now
         left = (now - self.began) / max(1, self.done - self.first) * max(0, self.total - self.done)
         text = "".join(f", {name} {value:.4g}" for name, value in metrics.items())
         share = 100 * self.done / max(1, self.total)
@@ -133,22 +139,24 @@ def size(count: int) -> str:
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
-def preparation(facts: Geometry) -> str:
+def preparation(geometry: Geometry) -> str:
     """How images are prepared for a model: 224 x 224 pixels, mean 0.5 0.5 0.5, std 0.5 0.5 0.5."""
-    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (facts.mean, facts.std))
-    return f"{facts.image_size[0]} x {facts.image_size[1]} pixels, mean {mean}, std {std}"
+    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in (geometry.mean, geometry.std))
+    return f"{geometry.image_size[0]} x {geometry.image_size[1]} pixels, mean {mean}, std {std}"
 
 
-def plan_table(name: str, model: nn.Module, facts: Geometry, recipe: Recipe, device: str, out: str) -> Table:
-    """What a run will do."""
-    scheme, synthesis, calibration = recipe.quantization, recipe.synthesis, recipe.calibration
+def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, device: str, out: str) -> Table:
+    """Table of what a run will do."""
+    scheme = recipe.quantization
+    synthesis = recipe.synthesis
+    calibration = recipe.calibration
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    stored = synthesis.images * len(recipe.rounds) * facts.channels * math.prod(facts.image_size)
+    stored = synthesis.images * len(recipe.rounds) * geometry.channels * math.prod(geometry.image_size)
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
-    gives = f"{facts.classes} classes" if facts.classes else "no classifier: its features are matched"
+    gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
-    table.add_row("input", preparation(facts))
+    table.add_row("input", preparation(geometry))
     table.add_row(
         "bits",
         f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
@@ -193,17 +201,21 @@ def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
 
 
 def _task(rows: dict[str, Evaluation | str]) -> Task:
-    """Of the models in a table."""
+    """The task of the models in a table."""
     return TASKS[next((row.task for row in rows.values() if not isinstance(row, str)), "classification")]
 
 
 def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
-    """How much of what rounding to nearest loses the calibrated model has again, in a sentence."""
-    full, rtn, ours = rows[FULL_PRECISION], rows[RTN], rows[CALIBRATED]
+    """A sentence: the share of the accuracy lost by round to nearest that calibration recovers."""
+    full = rows[FULL_PRECISION]
+    rtn = rows[RTN]
+    ours = rows[CALIBRATED]
     if isinstance(full, str) or isinstance(rtn, str) or isinstance(ours, str):
         return ""
-    unit, decimals = _task(rows).loss_name, 1 if full.task == "classification" else 4
-    (lost, noise), share = lost_to_rounding(full, rtn), recovered(full, rtn, ours)
+    unit = _task(rows).loss_name
+    decimals = 1 if full.task == "classification" else 4
+    lost, noise = lost_to_rounding(full, rtn)
+    share = recovered(full, rtn, ours)
     if share is None:
         return (
             f"round to nearest costs nothing measurable on {full.n} images: {lost:.{decimals}f} {unit}, "
@@ -235,7 +247,7 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
 
 
 def verification(found: "Verification", runtime: str, products: "Products") -> Iterator[str]:
-    """What was compared of a file, in lines."""
+    """The result of a verification, as lines of text."""
     yield (
         f"verified on {found.images} images: the codes of {found.weights} weights are equal, and those of "
         f"{found.sites} activations, {found.codes} compared"
@@ -264,7 +276,8 @@ def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
     for column in ("runtime", "batch", "MB", "ms", "fastest - slowest", "x float32", "lowest - highest"):
         table.add_column(column, justify="right", no_wrap=True)
     for s in speeds:
-        spread, ratios = f"{s.fastest:.2f} - {s.slowest:.2f}", f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
+        spread = f"{s.fastest:.2f} - {s.slowest:.2f}"
+        ratios = f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
         figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
         table.add_row(s.file, s.runtime, str(s.batch), *figures)
     return table

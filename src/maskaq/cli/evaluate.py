@@ -45,8 +45,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.runs.provenance import pick_device
     from maskaq.storage.files import write_json_atomic
 
-    console, data = invocation.console, str(arguments.data.data)
-    batches, device = evaluation.EvaluationImages(arguments.data), pick_device(arguments.device)
+    console = invocation.console
+    data = str(arguments.data.data)
+    batches = evaluation.EvaluationImages(arguments.data)
+    device = pick_device(arguments.device)
     chosen = _checked(arguments.model)
     of_run = resolve.is_run(chosen.model)
     measure = evaluation.accuracy_of_run if of_run else evaluation.accuracy_of_model

@@ -1,4 +1,4 @@
-"""What commands evaluate, on which images, and what their tables of accuracy are titled."""
+"""Evaluation for the commands: models, images, and titles of accuracy tables."""
 
 from typing import Any
 
@@ -52,12 +52,12 @@ class EvaluationImages:
 
 
 def evaluation_images(options: DataOptions) -> EvaluationImages | None:
-    """None if the command was given none."""
+    """The images of --data; None if the option was not given."""
     return EvaluationImages(options) if options.data else None
 
 
 def _needs(model: Any) -> dict[str, Any]:
-    """What batches depend on."""
+    """The parts of a model's data config that its batches depend on."""
     return data_config(model) | {"classes": int(model.num_classes)}
 
 
@@ -71,7 +71,7 @@ def _demo_batches(model: Any) -> DataLoader:
 def accuracy_of_run(
     chosen: ModelOptions, batches: EvaluationImages, device: torch.device, progress: Progress
 ) -> tuple[Accuracy, str]:
-    """All models of a run; and what it was calibrated on, if that was real images."""
+    """Accuracy of all models of a run, and a warning if it was calibrated on real images."""
     if given := resolve.first_given(chosen):
         raise ModelError(f"{chosen.model} is a run and knows its model: {given} is for a model's name")
     opened = resolve.opened_run(chosen.model, chosen.checkpoint)
@@ -81,7 +81,7 @@ def accuracy_of_run(
 def accuracy_of_model(
     chosen: ModelOptions, batches: EvaluationImages, device: torch.device, progress: Progress
 ) -> tuple[Accuracy, str]:
-    """A saved model, or one of full precision; and what it was calibrated on, if that was real images."""
+    """Accuracy of a saved or full-precision model, and a warning if it was calibrated on real images."""
     is_saved = is_pretrained(chosen.model)
     model: Any = resolve.quantized_model(chosen) if is_saved else resolve.model_of(chosen)
     caveat = caveat_of(model.maskaq_config) if is_saved else ""
@@ -93,7 +93,7 @@ def accuracy_of_model(
 
 
 def title(what: str, data: str | None, caveat: str = "") -> str:
-    """Of a table: what was evaluated, on which images, and what it was calibrated on if that was real images."""
+    """Title of a table: what was evaluated, on which images, and a warning if real images were used."""
     return f"{what} on {data}{calibrated_on(caveat)}"
 
 

@@ -72,7 +72,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def _metadata(saved: dict[str, Any]) -> dict[str, Any]:
-    """What the file says of itself."""
+    """Metadata for the exported file."""
     from maskaq.artifact.card import bits_of
 
     return {
@@ -95,7 +95,7 @@ def _show_verification(file: Path, format: str, found: "Verification", console: 
 
 
 def _show_accuracy(arguments: Arguments, model: Any, file: Path, loader: "DataLoader", console: Console) -> None:
-    """The model beside its file."""
+    """Show the accuracy of the model and of the exported file."""
     from maskaq.artifact.card import caveat_of
     from maskaq.artifact.export import runtimes
     from maskaq.cli.console import accuracy_table

@@ -12,5 +12,5 @@ from maskaq.storage import files
 
 def write_figures(file: str, figures: dict[str, Any], invocation: Invocation, device: torch.device) -> None:
     """What was measured, with the day, the command and where it ran."""
-    facts = {"date": time.strftime("%Y-%m-%d"), "command": invocation.command_line}
-    files.write_json_atomic(file, facts | provenance.surroundings(device) | figures)
+    header = {"date": time.strftime("%Y-%m-%d"), "command": invocation.command_line}
+    files.write_json_atomic(file, header | provenance.surroundings(device) | figures)

@@ -29,7 +29,7 @@ class Arguments:
 @dataclass(frozen=True)
 class _Inspected:
     layers: "Inspection"
-    facts: "Geometry"
+    geometry: "Geometry"
     title: str
 
 
@@ -43,7 +43,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli.console import preparation
     from maskaq.cli.resolve import is_run
 
-    name, console = arguments.model.model, invocation.console
+    name = arguments.model.model
+    console = invocation.console
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
@@ -51,8 +52,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         console.print(f"rotated before the grid: {turned}")
     for reason in found.layers.left_out:
         console.print(f"not rotated: {reason}")
-    gives = f"{found.facts.classes} classes" if found.facts.classes else "no classifier (task: features)"
-    console.print(f"{gives}, {preparation(found.facts)}")
+    gives = f"{found.geometry.classes} classes" if found.geometry.classes else "no classifier (task: features)"
+    console.print(f"{gives}, {preparation(found.geometry)}")
     before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
@@ -66,7 +67,8 @@ def _of_quantized(arguments: Arguments) -> _Inspected:
     from maskaq.models import geometry
     from maskaq.quant.inspection import inspect_deployed
 
-    name, recipe = arguments.model.model, arguments.recipe
+    name = arguments.model.model
+    recipe = arguments.recipe
     values = {"--bits": recipe.bits, "--set": recipe.set, "--recipe": recipe.recipe}
     given = [option for option, value in values.items() if value or value == ""]
     if given:
@@ -86,7 +88,8 @@ def _of_name(arguments: Arguments, console: Console) -> _Inspected:
     from maskaq.quant.rotation import teacher_of
     from maskaq.runs.plans import make_plan
 
-    name, recipe = arguments.model.model, resolve.recipe_of(arguments.recipe, _RECIPE)
+    name = arguments.model.model
+    recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
     model = resolve.full_precision(arguments.model, resolve.shape_of)
     exposed = teacher_of(model, recipe.quantization)
     if recipe.bits.average is not None and any(p.is_meta for p in exposed.parameters()):

@@ -31,7 +31,7 @@ from maskaq.errors import MaskaqError
 
 
 class Command(Protocol):
-    """What is known here of a command, which is a module."""
+    """Protocol of a command, which is a module."""
 
     SUMMARY: str
     RESUMABLE: bool
@@ -126,7 +126,7 @@ def _prepare_process() -> None:
 
 
 def _told(error: Exception) -> str | None:
-    """What is wrong, for a user; None for a bug, which keeps its traceback."""
+    """The message for an error that the user can fix; None for a bug, which keeps its traceback."""
     if isinstance(error, MaskaqError):
         return str(error)
     if isinstance(error, OSError):  # a file or folder that the commands did not foresee
@@ -139,7 +139,7 @@ def _told(error: Exception) -> str | None:
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which batch systems send before they kill: the same way out as Ctrl-C, so that locks are freed."""
+    """Raised on SIGTERM, which batch systems send before SIGKILL: exits like Ctrl-C, so that locks are released."""
 
 
 @contextmanager

@@ -48,7 +48,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.models.load import architecture_of
 
     recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
-    chosen, model_args = arguments.model, resolve.timm_args(arguments.model)
+    chosen = arguments.model
+    model_args = resolve.timm_args(arguments.model)
     model = resolve.full_precision(chosen)
     source = {
         "name": chosen.model,

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the page (default: RUN/report.html; compare.html for several runs)",
     )
     options.add_moved_checkpoint(parser)
-    parser.add_argument("--device", help="for what has to be computed anew (default: cuda where there is one)")
+    parser.add_argument("--device", help="for what has to be recomputed (default: cuda where there is one)")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
@@ -44,7 +44,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import resolve
     from maskaq.runs.opened import write_report
 
-    folders, checkpoint, console = arguments.folders, arguments.checkpoint, invocation.console
+    folders = arguments.folders
+    checkpoint = arguments.checkpoint
+    console = invocation.console
     if checkpoint and len(folders) > 1:
         raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
     runs = [resolve.opened_run(folders[0], checkpoint)] if checkpoint else folders
@@ -54,7 +56,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def report_of_run(folder: str, console: Console, device: "torch.device") -> None:
-    """The page of a run that went well: a missing library must not make it look like one that failed."""
+    """Write the report of a finished run; a missing library is a note, not a failure of the run."""
     from maskaq.cli import console as draw
     from maskaq.runs.opened import write_report
 

@@ -29,7 +29,7 @@ def recipe_of(options: RecipeOptions, default: str) -> Recipe:
 
 
 def check_names(recipe: Recipe) -> None:
-    """RecipeError for a quantizer or a term that does not exist: before weights are fetched and a plan is shown."""
+    """RecipeError for an unknown quantizer or term, before weights are downloaded and a plan is shown."""
     for name in (recipe.quantization.weight, recipe.quantization.activation):
         if name not in QUANTIZERS:
             raise RecipeError(unknown("quantizer", name, QUANTIZERS))
@@ -38,7 +38,7 @@ def check_names(recipe: Recipe) -> None:
 
 
 def timm_args(options: ModelOptions) -> dict[str, Any]:
-    """What timm is given: --model-arg and --img-size."""
+    """Arguments for timm, from --model-arg and --img-size."""
     found: dict[str, Any] = {}
     for pair in options.model_arg:
         key, sign, text = pair.partition("=")
@@ -72,7 +72,7 @@ def shape_of(options: ModelOptions) -> nn.Module:
 
 
 def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Module] = model_of) -> nn.Module:
-    """A loaded model; what is wrong with a folder in place of its name is told in the folder's terms."""
+    """Load a model; if its name is a folder, error messages are about the folder."""
     name = options.model
     try:
         return load(options)
@@ -96,7 +96,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def opened_run(folder: str, checkpoint: str | None) -> OpenedRun:
-    """A run, with its weights file where the user says it is now: one that is not the run's is refused before work."""
+    """Open a run, with its weights file at the place given by the user; a file with other weights fails early."""
     opened = with_checkpoint(open_run(folder), checkpoint)
     if checkpoint is not None:
         opened.teacher()
@@ -119,7 +119,7 @@ def quantized_model(options: ModelOptions) -> nn.Module:
 
 
 def deployed_model(folder: Path, count: int) -> tuple[Any, Tensor]:
-    """The quantized model of a run or a saved one, with images to verify on what is made of it."""
+    """The quantized model of a run or a saved one, and images for verifying what is exported from it."""
     if is_pretrained(folder):  # without a run there are no synthetic images: noise tells codes apart as well
         model = from_pretrained(folder)
         return model, noise(model, count, seed=0)

@@ -20,8 +20,7 @@ from maskaq.recipe.schema import Recipe
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
 from maskaq.runs import quantize as run
-from maskaq.runs.arguments import identity
-from maskaq.runs.finish import DEFAULTS
+from maskaq.runs.arguments import identity, up_to_date_identity
 from maskaq.storage import runfolder
 from maskaq.storage.runfolder import RunFolder
 
@@ -52,7 +51,7 @@ def carry_out(request: Request, console: Console) -> None:
     device = provenance.pick_device(request.device)
     batches = evaluation_images(request.data)
     if batches:
-        batches(request.model)  # a wrong folder is told now, not after the work
+        batches(request.model)  # a wrong folder fails now, not after the work
     teacher = _checked_teacher(request)
     console.print(
         draw.plan_table(request.name, request.model, geometry(teacher), request.recipe, str(device), request.out)
@@ -75,10 +74,10 @@ def carry_out(request: Request, console: Console) -> None:
 
 
 def _checked_teacher(request: Request) -> nn.Module:
-    """The model in the common form; what the run would refuse is told before its plan is shown."""
+    """The exposed model; what the run would refuse fails here, before its plan is shown."""
     teacher = expose(request.model)
     refuse_zero_weights(teacher)
-    RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), DEFAULTS)
+    RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), up_to_date_identity)
     run.check_folder(request.recipe, request.out)
     return teacher
 
@@ -103,7 +102,7 @@ def _quantize(request: Request, device: torch.device, progress: Progress) -> Non
 def _compare(
     request: Request, teacher: nn.Module, batches: EvaluationImages, device: torch.device, progress: Progress
 ) -> Accuracy:
-    # The teacher is at hand, and found to be the run's: its file may be elsewhere than when the run was finished.
+    # The teacher is loaded already and known to be the run's: its file may have moved since the run was finished.
     opened = replace(results.open_run(request.out), known_teacher=teacher)
     return results.compare(opened, batches, device=device, progress=progress)
 

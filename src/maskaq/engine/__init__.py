@@ -1,4 +1,4 @@
-"""How the arithmetic is run: plainly, as the oracle of all tests, or fast on CUDA. Both engines run the same code."""
+"""Engines run the same code in two ways: plainly (eager float32, the reference in all tests), or fast on CUDA."""
 
 import torch
 
@@ -9,7 +9,7 @@ __all__ = ["PLAIN", "Engine", "pick_engine"]
 
 
 def pick_engine(device: torch.device, fast: bool | None = None, progress: Progress | None = None) -> Engine:
-    """The fast engine where it can run, else the plain one; `fast` False asks for the plain one."""
+    """The fast engine on a GPU where it works, else the plain one. `fast=False` always gives the plain one."""
     if fast is False or device.type != "cuda":
         return PLAIN
     try:

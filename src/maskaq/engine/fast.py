@@ -1,8 +1,7 @@
 """The fast engine, for CUDA: matrix products in bfloat16, transformer blocks compiled region by region, attention and
 map losses in fused kernels, and a step, once warm, replayed as one CUDA graph.
 
-It holds no second copy of the method: it runs the same code as the plain engine, and each kernel stands for one plain
-function, which the tests hold it to.
+It runs the same code as the plain engine. Each kernel replaces one plain function, and the tests compare the two.
 """
 
 import functools
@@ -43,13 +42,17 @@ class FastEngine(Engine):
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        facts = geometry(model)
+        spec = geometry(model)
         regions = [model.get_submodule(name) for name in _regions(model)]
-        attentions = [model.get_submodule(layer.attention) for layer in facts.layers]
-        embeddings: list[Any] = [conv for conv in map(model.get_submodule, facts.first) if _is_patchwise(conv)]
+        attentions = [model.get_submodule(layer.attention) for layer in spec.layers]
+        embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32
+            # Methods of single modules are replaced, for as long as the context lasts. Torch's own seam,
+            # `_compiled_call_impl`, skips hooks, which `taps` puts on blocks; `Module.compile` compiles the one
+            # `_call_impl` that all classes share, so every class and every hook would fill a single cache of
+            # recompilations; and a wrapper module would change the names of all that is inside.
             for region in regions:
                 region.forward = types.MethodType(self.compiled(type(region).forward), region)  # type: ignore[method-assign]
             for attention in attentions:
@@ -79,19 +82,21 @@ class FastEngine(Engine):
 
 
 def _regions(model: nn.Module) -> list[str]:
-    """What is compiled, each by itself: all parts up to the last block. What follows sees few tokens."""
+    """Names of the modules to compile, each separately: all parts up to the last block. The rest sees few tokens."""
     found = parts(model)
     return found[: max(found.index(layer.block) for layer in geometry(model).layers) + 1]
 
 
 class _Replayed:
-    """A step run as it is a few times, then captured in a CUDA graph and replayed: one launch from the host."""
+    """A step that runs eagerly a few times, then is captured in a CUDA graph and replayed with one launch."""
 
     WARM_UP = 3
     IN_FLIGHT = 4  # steps the host may be ahead of the GPU: enough to keep it busy, few enough for a true progress bar
 
     def __init__(self, step: Step, device: torch.device) -> None:
-        self.step, self.device, self.calls = step, device, 0
+        self.step = step
+        self.device = device
+        self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.pending: deque[torch.cuda.Event] = deque()
         self.side = torch.cuda.Stream(device)  # what is set up on first use is set up on the stream that captures it
@@ -121,7 +126,7 @@ class _Replayed:
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """An earlier run's graph that Python happened to free in the middle of a capture would end it: freed before."""
+    """Collect garbage now and not inside: freeing an earlier CUDA graph during a capture would abort the capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -133,7 +138,7 @@ def _without_garbage() -> Iterator[None]:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels, streams and graphs go to the current GPU, which need not be the model's."""
+    """Make the model's GPU the current one, which is where kernels, streams and graphs go."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -154,25 +159,22 @@ class _FusedLosses(LossRunner):
         if function not in _FUSED_MAP_LOSSES or not all(maps_kernel.fits(m.shape[1], m.shape[3]) for m in view.maps):
             return super().over_maps(function, view)
         squared, output = _FUSED_MAP_LOSSES[function]
-        if (
-            self.view is not view or self.squared != squared
-        ):  # one kernel gives both losses: keep the other for its turn
+        # One kernel gives both losses: the second is kept until it is asked for.
+        if self.view is not view or self.squared != squared:
             pairs = [
                 maps_kernel.map_losses(raw, layer.windows, layer.prefix_tokens, squared)
                 for layer, raw in zip(view.layers, view.maps, strict=True)
             ]
-            self.view, self.squared, self.losses = (
-                view,
-                squared,
-                [torch.stack(x).mean(dim=0) for x in zip(*pairs, strict=True)],
-            )
+            self.view = view
+            self.squared = squared
+            self.losses = [torch.stack(x).mean(dim=0) for x in zip(*pairs, strict=True)]
         return self.losses[output]
 
 
 def _fused_attention(
     attention: AttentionProducts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> dict[str, Tensor]:
-    """`AttentionProducts.products` in one kernel, in which probabilities never reach memory."""
+    """`AttentionProducts.products` as one kernel, which never writes the attention probabilities to memory."""
     grid = _probability_grid(attention.av, q)
     listened = any(point.startswith("probs") for point in attention.listened)
     if listened or grid is None or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
@@ -189,9 +191,9 @@ def _fused_attention(
 
 
 def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution whose patches lie side by side, as the matrix product it is: cuDNN takes ten times as long."""
+    """A convolution with stride equal to its kernel size, as a matrix product: ten times faster than cuDNN."""
     high, wide = conv.kernel_size
-    x = x[:, :, : x.shape[2] // high * high, : x.shape[3] // wide * wide]  # a convolution leaves the rest out too
+    x = x[:, :, : x.shape[2] // high * high, : x.shape[3] // wide * wide]  # a convolution drops the remainder too
     patches = (
         x.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
     )  # (B, rows, columns, C, h, w)
@@ -203,7 +205,7 @@ def _is_patchwise(conv: Any) -> bool:
 
 
 def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int] | None:
-    """Scale and largest code of the softmax's unsigned grid; (None, 0): in float; None: a grid the kernel has not."""
+    """Scale and largest code of the softmax's grid; (None, 0) if it is not quantized; None if the kernel lacks it."""
     quantizer = av.a_quantizer if isinstance(av, QuantMatmul) else None
     if not isinstance(quantizer, Quantizer):
         return None, 0

@@ -17,28 +17,28 @@ class Engine:
     name = "plain"
     losses = LossRunner()
     seconds_between_looks = 0.0
-    """How often the loss is read back from the device, which waits for it."""
+    """Seconds between two readings of the loss, each of which waits for the device."""
     captures = False
-    """Whether a step is replayed: then it may touch only tensors that stay where they are, and never wait for them."""
+    """Whether steps are captured and replayed: then a step may use only fixed buffers and must not synchronise."""
 
     def applied(self, model: nn.Module) -> AbstractContextManager[None]:
-        """While it lasts the model's blocks run the engine's way; afterwards it is as it was."""
+        """Context in which the model runs on this engine; afterwards the model is unchanged."""
         return nullcontext()
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Around forward passes."""
+        """Context for forward passes, with the engine's precision (autocast)."""
         return nullcontext()
 
     def repeated(self, step: Step) -> Step:
-        """A step that will be called many times."""
+        """Prepare a step that will be called many times: a fast engine captures and replays it."""
         return step
 
     def once(self) -> AbstractContextManager[Any]:
-        """Around work of a shape that will not come again: not worth a set-up."""
+        """Context for work with shapes that will not recur, for which compiling is not worth while."""
         return nullcontext()
 
     def compiled(self, function: Callable) -> Callable:
-        """A function of tensors that will be called many times with the same shapes."""
+        """Compile a function of tensors that will be called many times with the same shapes."""
         return function
 
 

@@ -151,7 +151,8 @@ def gaussian_blur(images: Tensor, sigma: Tensor, size: int) -> Tensor:
 def _blur_matrix(side: int, sigma: Tensor, size: int) -> Tensor:
     """(B, side, side): row i holds the weights of all pixels in blurred pixel i, their mirror images included."""
     reach = size // 2
-    i, j = torch.arange(side, device=sigma.device)[:, None], torch.arange(side, device=sigma.device)
+    i = torch.arange(side, device=sigma.device)[:, None]
+    j = torch.arange(side, device=sigma.device)
     mirrored = [(j - i, j >= 0), (j + i, j > 0), (2 * (side - 1) - i - j, j < side - 1)]  # edges are not repeated
 
     def gauss(distance: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ _TEXTURES = 5  # of an image
 
 
 def dead_leaves(keys: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """(B,) keys -> (B, C, H, W) in [0, 1]."""
+    """Draw dead leaves: (B,) keys -> (B, C, H, W) in [0, 1]."""
     leaf = _topmost(keys, height, width)
     contrast = 0.22 * uniform(fold(keys, "contrast"), 1, _LEAVES)
     painted = _seen(_colours(keys, channels), leaf) + _seen(contrast, leaf) * _textures_seen(keys, leaf, channels)
@@ -50,7 +50,7 @@ def _topmost(keys: Tensor, height: int, width: int) -> Tensor:
 
 
 def _colours(keys: Tensor, channels: int) -> Tensor:
-    """(B, C, leaves): an image's leaves share a tint, more in some images than in others, and how dark they are."""
+    """(B, C, leaves): colours. The leaves of an image share its darkness and, to a random degree, a tint."""
     strength, alike, dark = uniform(fold(keys, "palette"), 3, 1, 1).unbind(1)
     shared = uniform(fold(keys, "shared tint"), channels, 1) - 0.5
     tint = alike * shared + (1 - 0.7 * alike) * (uniform(fold(keys, "tint"), channels, _LEAVES) - 0.5)
@@ -59,7 +59,7 @@ def _colours(keys: Tensor, channels: int) -> Tensor:
 
 
 def _textures_seen(keys: Tensor, leaf: Tensor, channels: int) -> Tensor:
-    """(B, C, H, W): each leaf shows one of the image's textures, from another place on."""
+    """(B, C, H, W): each leaf shows one of the image's textures, at a random offset."""
     height, width = leaf.shape[1:]
     which = _seen((uniform(fold(keys, "which"), 1, _LEAVES) * _TEXTURES).long(), leaf)
     moved = _seen((uniform(fold(keys, "place"), _LEAVES) * height).long() * width, leaf).flatten(1)
@@ -84,7 +84,7 @@ def _texture(keys: Tensor, number: int, channels: int, height: int, width: int) 
 
 
 def _octaves(keys: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """(B, C, H, W): noise in octaves, about as much in each, more alike in the channels than not."""
+    """(B, C, H, W): noise with about equal power in each octave, mostly shared by the channels."""
     slope = 0.8 * uniform(fold(keys, "slope"), 1, 1, 1) - 0.4
     total = torch.zeros(len(keys), channels, height, width, device=keys.device)
     cells = 2
@@ -127,7 +127,7 @@ def _smooth(keys: Tensor, cells: int, height: int, width: int) -> Tensor:
 
 
 def _standard(pattern: Tensor) -> Tensor:
-    """Of mean 0 and standard deviation 1 in each image."""
+    """Each image standardised to mean 0 and standard deviation 1."""
     pattern = pattern - pattern.mean(dim=(1, 2, 3), keepdim=True)
     return pattern / pattern.std(dim=(1, 2, 3), correction=0, keepdim=True).clamp(min=1e-6)
 
@@ -155,6 +155,6 @@ def _grid(keys: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _magnitude(low: float, high: float | Tensor, share: Tensor) -> Tensor:
-    """From low to high, all orders of magnitude alike."""
+    """A log-uniform value between low and high, from a uniform one in [0, 1)."""
     orders = torch.log(high / low) if isinstance(high, Tensor) else math.log(high / low)
     return low * torch.exp(orders * share)  # not a power, which torch rounds by its place in the batch

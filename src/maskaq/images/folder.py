@@ -17,8 +17,9 @@ from maskaq.recipe.schema import Recipe
 
 
 class FolderImages:
-    """Image numbers -> images of a folder, cut and resized by timm's transform for the model. To a run it is what a
-    `Synthesizer` is, but it makes nothing and refreshes nothing.
+    """Images of a folder, by number, preprocessed by timm's transform for the model.
+
+    A run uses it like a `Synthesizer`, but nothing is optimised or refreshed.
 
     Which file has which number depends on the seed and the names of the files.
     """
@@ -26,8 +27,11 @@ class FolderImages:
     stage = "read real images"
 
     def __init__(self, teacher: nn.Module, recipe: Recipe, *, seed: int = 0, progress: Progress | None = None) -> None:
-        self.recipe, self.seed, self.progress = recipe, seed, progress or Progress()
-        self.geometry, config = geometry(teacher), data_config(teacher)
+        self.recipe = recipe
+        self.seed = seed
+        self.progress = progress or Progress()
+        self.geometry = geometry(teacher)
+        config = data_config(teacher)
         self.transform = create_transform(**config, is_training=False)
         self.curves: list[dict[str, float]] = []
         self.trajectory: Trajectory | None = None  # nothing is optimised
@@ -35,19 +39,19 @@ class FolderImages:
 
     @cached_property
     def files(self) -> list[Path]:
-        """The file of each image number. Looked for when first needed: a run that has its images needs no folder."""
+        """The file of each image number, listed on first use: a run that has stored its images needs no folder."""
         found = image_files(self.recipe.synthesis.folder, self.recipe.synthesis.images)
-        lots = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
-        return [found[place] for place in lots.argsort(stable=True).tolist()]
+        keys = randomness.fold(randomness.image_keys(self.seed, torch.arange(len(found))), "folder")
+        return [found[place] for place in keys.argsort(stable=True).tolist()]
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the folder's files: their names and sizes decide which image has which number."""
+        """Digest of the names and sizes of the folder's files, which decide the number of each image."""
         root = Path(self.recipe.synthesis.folder)
         listed = [f"{file.relative_to(root)} {file.stat().st_size}" for file in sorted(self.files)]
         return hashlib.sha256("\n".join(listed).encode(errors="surrogateescape")).hexdigest()
 
-    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+    def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
         """Images of the given numbers, without labels: -1."""
         images = torch.cat([self._read(self.files[number]) for number in indices.tolist()])
         return SyntheticSet(images, torch.full_like(indices, -1), indices)

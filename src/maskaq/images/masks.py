@@ -13,8 +13,8 @@ def top_patches(attention: Tensor, k: int | Tensor) -> Tensor:
 
 def thin(mask: Tensor, keep: int | Tensor, keys: Tensor) -> Tensor:
     """Keep `keep` ones of each row, drawn at random without replacement (m', Eqs. 12-13)."""
-    lots = randomness.uniform(keys, mask.shape[1])  # float32 whatever the mask's dtype: in bfloat16 lots would tie
-    return mask * (_rank(lots + mask) < keep).to(mask.dtype)  # masked patches draw from [1, 2), the others lose
+    draws = randomness.uniform(keys, mask.shape[1])  # float32 whatever the mask's dtype: bfloat16 draws would tie
+    return mask * (_rank(draws + mask) < keep).to(mask.dtype)  # masked patches draw from [1, 2), the others lose
 
 
 def mask_size(patches: int, fraction: float, start: float, end: float) -> int:
@@ -28,7 +28,7 @@ def kept_size(k: int, drop: float, keep_at_least: int) -> int:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """Place of each entry in its row, 0 for the largest; ties by position."""
+    """Rank of each entry in its row, 0 for the largest; ties are broken by position."""
     order = values.argsort(dim=1, descending=True, stable=True)
     return torch.empty_like(order).scatter_(
         1, order, torch.arange(values.shape[1], device=values.device).expand_as(order)

@@ -56,9 +56,9 @@ class Trajectory:
 
     number: int
     images: Tensor
-    """(points, C, H, W) uint8."""
+    """(snapshots, C, H, W) uint8."""
     steps: list[int]
-    """How many steps were done at each point."""
+    """Number of steps done at each snapshot."""
 
 
 def to_pixels(images: Tensor) -> Tensor:
@@ -115,7 +115,9 @@ class _Unlabelled(Dataset):
     """Image files without classes: their label is -1."""
 
     def __init__(self, files: list[Path], transform: Any, loader: Any) -> None:
-        self.files, self.transform, self.loader = files, transform, loader
+        self.files = files
+        self.transform = transform
+        self.loader = loader
 
     def __len__(self) -> int:
         return len(self.files)
@@ -192,7 +194,8 @@ class TensorImages(Dataset):
 
     def __init__(self, images: Tensor, labels: Tensor, model: nn.Module) -> None:
         config = data_config(model)
-        self.images, self.labels = images, labels
+        self.images = images
+        self.labels = labels
         self.mean = torch.tensor(config["mean"], dtype=torch.float32).view(-1, 1, 1)
         self.std = torch.tensor(config["std"], dtype=torch.float32).view(-1, 1, 1)
 

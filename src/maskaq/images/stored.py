@@ -37,19 +37,21 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
-    """n images of Gaussian noise, the student's first ranges before any image is made."""
-    facts, device = geometry(teacher), next(teacher.parameters()).device
+    """n images of Gaussian noise, which set the student's ranges before the first synthesis."""
+    spec = geometry(teacher)
+    device = next(teacher.parameters()).device
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
-    return randomness.normal(keys, facts.channels, *facts.image_size)
+    return randomness.normal(keys, spec.channels, *spec.image_size)
 
 
-def load_images(run: RunFolder, round: int, shard: int) -> SyntheticSet:
-    """The images of a stored shard, found to be images; DamagedError for anything else."""
-    return _as_images(run, round, shard, run.load_shard(round, shard))
+def load_images(run: RunFolder, round_index: int, shard: int) -> SyntheticSet:
+    """The images of a stored shard; DamagedError if it does not hold valid images."""
+    return _as_images(run, round_index, shard, run.load_shard(round_index, shard))
 
 
-def _as_images(run: RunFolder, round: int, shard: int, found: Shard) -> SyntheticSet:
-    tensors, size = found.tensors, run.identity.get("preparation", {}).get("image_size")
+def _as_images(run: RunFolder, round_index: int, shard: int, found: Shard) -> SyntheticSet:
+    tensors = found.tensors
+    size = run.identity.get("preparation", {}).get("image_size")
     kinds = {name: (value.dtype, value.dim(), len(value) if value.dim() else 0) for name, value in tensors.items()}
     count = kinds.get("labels", (None, 0, 0))[2]
     expected = {
@@ -58,7 +60,7 @@ def _as_images(run: RunFolder, round: int, shard: int, found: Shard) -> Syntheti
         "indices": (torch.int64, 1, count),
     }
     if kinds != expected or (size is not None and list(tensors["images"].shape[2:]) != list(size)):
-        path = run.path(f"images/round_{round:02d}")
+        path = run.path(f"images/round_{round_index:02d}")
         raise files.DamagedError(path, f"shard {shard} does not hold images of this run", files.RESTORE)
     return SyntheticSet(**tensors)
 
@@ -75,12 +77,15 @@ def first_images(run: RunFolder, count: int) -> SyntheticSet:
 
 
 def latest_images(run: RunFolder) -> SyntheticSet:
-    """All images of the last round of a finished run, each of which must be there; else of the latest there is."""
+    """The images of the last round: all of them for a finished run, else those of the latest round that has any."""
     recipe = recipe_from_dict(run.identity["recipe"])
     if run.path(QUANTIZED).exists():
-        latest, there = len(recipe.rounds) - 1, list(range(-(-recipe.synthesis.images // recipe.synthesis.batch)))
+        latest = len(recipe.rounds) - 1
+        there = list(range(-(-recipe.synthesis.images // recipe.synthesis.batch)))
     else:
-        latest = next((round for round in reversed(range(len(recipe.rounds))) if run.shards(round)), 0)
+        latest = next(
+            (round_index for round_index in reversed(range(len(recipe.rounds))) if run.shards(round_index)), 0
+        )
         there = run.shards(latest)
     if not there:
         raise RunFolderError(f"{run.root} has no images yet")
@@ -94,7 +99,7 @@ def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Te
 
 
 def first_student(teacher: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int) -> nn.Module:
-    """A student with ranges from noise: what the first images are made against."""
+    """The student with ranges from noise, against which the first images are synthesised."""
     scheme = recipe.quantization
     student = quantized_twin(teacher, scheme, plan)
     init_ranges_(student, noise(teacher, scheme.range_images, seed), scheme)
@@ -107,18 +112,22 @@ class StudentHistory:
     def __init__(
         self, run: RunFolder, teacher: nn.Module, student: nn.Module, recipe: Recipe, plan: QuantPlan, seed: int
     ) -> None:
-        self.run, self.teacher, self.student = run, teacher, student
-        self.recipe, self.plan, self.seed = recipe, plan, seed
+        self.run = run
+        self.teacher = teacher
+        self.student = student
+        self.recipe = recipe
+        self.plan = plan
+        self.seed = seed
         self.epoch = 0
         """Epochs that the student has behind it."""
 
     @contextmanager
-    def at_start_of(self, round: int) -> Iterator[None]:
-        """Inside, the student is what it was when the round began."""
-        if self._is_at_start_of(round):
+    def at_start_of(self, round_index: int) -> Iterator[None]:
+        """Context in which the student has the weights it had when the round began."""
+        if self._is_at_start_of(round_index):
             yield
             return
-        state = self._start_of(round)
+        state = self._start_of(round_index)
         assert state is not None  # `digest_at_start_of` was asked before
         now = {name: value.clone() for name, value in self.student.state_dict().items()}
         try:
@@ -127,21 +136,21 @@ class StudentHistory:
         finally:
             self.student.load_state_dict(now)
 
-    def digest_at_start_of(self, round: int) -> str | None:
-        """None where that student is not known any more."""
-        state = self.student.state_dict() if self._is_at_start_of(round) else self._start_of(round)
+    def digest_at_start_of(self, round_index: int) -> str | None:
+        """Digest of the student as the round began; None if that student is no longer known."""
+        state = self.student.state_dict() if self._is_at_start_of(round_index) else self._start_of(round_index)
         if state is None:
             return None
         derived = {f"{name}.{key}" for name, q in quantizers(self.student).items() for key in q.derived}
         return state_digest({key: value for key, value in state.items() if key not in derived})
 
-    def _is_at_start_of(self, round: int) -> bool:
-        return self.epoch == self.recipe.rounds[round].start
+    def _is_at_start_of(self, round_index: int) -> bool:
+        return self.epoch == self.recipe.rounds[round_index].start
 
-    def _start_of(self, round: int) -> dict[str, Any] | None:
-        if round == 0:
+    def _start_of(self, round_index: int) -> dict[str, Any] | None:
+        if round_index == 0:
             return dict(first_student(self.teacher, self.recipe, self.plan, self.seed).state_dict())
-        saved = self.run.load_checkpoint(self.recipe.rounds[round].start)
+        saved = self.run.load_checkpoint(self.recipe.rounds[round_index].start)
         return None if saved is None else saved.state()["student"]
 
 
@@ -149,8 +158,11 @@ class StoredImages:
     """The images of every round, in shards of `synthesis.batch` images."""
 
     def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory) -> None:
-        self.run, self.source, self.history = run, source, history
-        self.recipe, self.progress = source.recipe, source.progress
+        self.run = run
+        self.source = source
+        self.history = history
+        self.recipe = source.recipe
+        self.progress = source.progress
         numbers = torch.arange(self.recipe.synthesis.images)
         self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
         """Numbers of the images in each shard."""
@@ -160,26 +172,31 @@ class StoredImages:
         """The same of the rounds that were asked for since."""
         self._against: dict[tuple[int, int], str | None] = {}
 
-    def of_round(self, round: int) -> SyntheticSet:
+    def of_round(self, round_index: int) -> SyntheticSet:
         """All images of a round."""
-        config, work = self.recipe.synthesis, max(1, self.recipe.steps_in_round(round))
-        found = {shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round, shard)) is not None}
+        config = self.recipe.synthesis
+        work = max(1, self.recipe.steps_in_round(round_index))
+        found = {
+            shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round_index, shard)) is not None
+        }
         missing = [shard for shard in range(len(self.numbers)) if shard not in found]
-        if self._is_warm(round):
+        if self._is_warm(round_index):
             for shard in missing:  # before this round's progress begins
-                self._ensure(round - 1, shard)
+                self._ensure(round_index - 1, shard)
         if missing:
-            self._check_source(round)
+            self._check_source(round_index)
         done = sum(len(self.numbers[shard]) for shard in found)
-        title = f"{self.source.stage}, round {round + 1} of {len(self.recipe.rounds)}"
+        title = f"{self.source.stage}, round {round_index + 1} of {len(self.recipe.rounds)}"
         self.progress.stage(title, config.images * work, done=done * work)
         while missing:
             together = self.source.shards_at_once(len(missing))
-            found |= self._make(round, missing[:together])
+            found |= self._make(round_index, missing[:together])
             missing = missing[together:]
-        self.digests[round] = [found[shard].digest for shard in range(len(self.numbers))]
-        images = SyntheticSet.concatenate(_as_images(self.run, round, shard, found[shard]) for shard in sorted(found))
-        self._check_lost(round, config.images - len(images))
+        self.digests[round_index] = [found[shard].digest for shard in range(len(self.numbers))]
+        images = SyntheticSet.concatenate(
+            _as_images(self.run, round_index, shard, found[shard]) for shard in sorted(found)
+        )
+        self._check_lost(round_index, config.images - len(images))
         return images
 
     def first(self, count: int) -> SyntheticSet:
@@ -190,112 +207,113 @@ class StoredImages:
                 found.append(self._ensure(0, shard))
         return SyntheticSet.concatenate(found)[:count]
 
-    def _ensure(self, round: int, shard: int) -> SyntheticSet:
+    def _ensure(self, round_index: int, shard: int) -> SyntheticSet:
         """The images of one shard, made again if it was lost."""
-        found = self._find(round, shard)
+        found = self._find(round_index, shard)
         if found is None:
-            work = len(self.numbers[shard]) * max(1, self.recipe.steps_in_round(round))
-            self.progress.stage(f"{self.source.stage} again: shard {shard} of round {round + 1}", work)
-            self._check_source(round)
-            found = self._make(round, [shard])[shard]
-        return _as_images(self.run, round, shard, found)
+            work = len(self.numbers[shard]) * max(1, self.recipe.steps_in_round(round_index))
+            self.progress.stage(f"{self.source.stage} again: shard {shard} of round {round_index + 1}", work)
+            self._check_source(round_index)
+            found = self._make(round_index, [shard])[shard]
+        return _as_images(self.run, round_index, shard, found)
 
-    def _find(self, round: int, shard: int) -> Shard | None:
-        """A shard that is there and is the run's; None for one to be made."""
-        if shard not in self.run.shards(round):
+    def _find(self, round_index: int, shard: int) -> Shard | None:
+        """A stored shard that belongs to this run; None if it has to be made."""
+        if shard not in self.run.shards(round_index):
             return None
         try:
-            found = self.run.load_shard(round, shard)
+            found = self.run.load_shard(round_index, shard)
         except files.DamagedError as error:
             self.progress.note(f"{error.path} is damaged ({error.reason}): it is made again")
             return None
-        used = self.used.get(round)
+        used = self.used.get(round_index)
         if used is not None:
             fits = shard < len(used) and found.digest == used[shard]
         else:
-            fits = not self.recipe.data_free or self._made_against(round) in (None, found.student)
+            fits = not self.recipe.data_free or self._made_against(round_index) in (None, found.student)
         if not fits:
             why = "is not the one that calibration used" if used else "was made against another student"
-            self.progress.note(f"shard {shard} of round {round} {why}: it is made again")
+            self.progress.note(f"shard {shard} of round {round_index} {why}: it is made again")
         return found if fits else None
 
-    def _make(self, round: int, shards: list[int]) -> dict[int, Shard]:
+    def _make(self, round_index: int, shards: list[int]) -> dict[int, Shard]:
         """Make some shards together and store each. A shard that calibration has used must come out the same."""
         began = time.monotonic()
-        used = self.used.get(round)
-        against = self._made_against(round)
+        used = self.used.get(round_index)
+        against = self._made_against(round_index)
         if against is None:
-            raise self._lost(round, shards, "the student that they were made against is not kept any more")
-        earlier = [self._ensure(round - 1, shard) for shard in shards if self._is_warm(round)]
+            raise self._lost(round_index, shards, "the student that they were made against is not kept any more")
+        earlier = [self._ensure(round_index - 1, shard) for shard in shards if self._is_warm(round_index)]
         start = SyntheticSet.concatenate(earlier) if earlier else None
-        with self.history.at_start_of(round):
-            images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round, start)
+        with self.history.at_start_of(round_index):
+            images = self.source(torch.cat([self.numbers[shard] for shard in shards]), round_index, start)
         seconds = (time.monotonic() - began) / len(shards)
-        made, sealed = {}, {}
+        new, sealed = {}, {}
         for shard in shards:
             part = images[torch.isin(images.indices, self.numbers[shard])]
             lost = sorted(set(self.numbers[shard].tolist()) - set(part.indices.tolist()))
-            sealed[shard] = self.run.seal_shard(round, shard, part.tensors(), against, lost)
-            made[shard] = Shard(part.tensors(), against, lost, files.digest_of(sealed[shard]))
+            sealed[shard] = self.run.seal_shard(round_index, shard, part.tensors(), against, lost)
+            new[shard] = Shard(part.tensors(), against, lost, files.digest_of(sealed[shard]))
         if used is not None:
-            differ = [shard for shard in shards if shard >= len(used) or made[shard].digest != used[shard]]
+            differ = [shard for shard in shards if shard >= len(used) or new[shard].digest != used[shard]]
             if differ:
                 why = "made again they come out different (another device, other versions, or a GPU's own batches)"
-                raise self._lost(round, differ, why)
-        self._keep_trajectory(round, first=shards[0] == 0)
+                raise self._lost(round_index, differ, why)
+        self._keep_trajectory(round_index, first=shards[0] == 0)
         for shard in shards:
-            self.run.write_shard(round, shard, sealed[shard])
-            about = {"stage": self.source.stage, "round": round, "shard": shard, "seconds": seconds}
-            self.run.event(**about, lost=made[shard].lost, curves=self.source.curves)
-        return made
+            self.run.write_shard(round_index, shard, sealed[shard])
+            about = {"stage": self.source.stage, "round": round_index, "shard": shard, "seconds": seconds}
+            self.run.event(**about, lost=new[shard].lost, curves=self.source.curves)
+        return new
 
-    def _check_source(self, round: int) -> None:
-        """RunFolderError if other images than those of the round's other shards would be made: a folder has changed."""
+    def _check_source(self, round_index: int) -> None:
+        """RunFolderError if the image folder has changed since the round's other shards were read from it."""
         if self.source.fingerprint is None:
             return
-        for shard in self.run.shards(round):
+        for shard in self.run.shards(round_index):
             with suppress(files.DamagedError):
-                if self.run.load_shard(round, shard).student == self.source.fingerprint:
+                if self.run.load_shard(round_index, shard).student == self.source.fingerprint:
                     return  # one sound shard tells
                 raise RunFolderError(
                     f"{self.recipe.synthesis.folder} has changed since {self.run.root} was begun: put its images "
-                    "back as they were and run the same command again, or start the run anew with another --out"
+                    "back as they were and run the same command again, or start a new run with another --out"
                 )
 
-    def _lost(self, round: int, shards: list[int], why: str) -> RunFolderError:
+    def _lost(self, round_index: int, shards: list[int], why: str) -> RunFolderError:
         return RunFolderError(
-            f"{self.run.root}: shards {', '.join(map(str, shards))} of round {round}, which the student was calibrated "
-            f"on, are lost or damaged, and {why}. Going on would give another model: put the files back from a copy "
-            "and run the same command again, or start the run anew with another --out"
+            f"{self.run.root}: shards {', '.join(map(str, shards))} of round {round_index}, which the student was "
+            f"calibrated on, are lost or damaged, and {why}. Going on would give another model: put the files back "
+            "from a copy and run the same command again, or start a new run with another --out"
         )
 
-    def _is_warm(self, round: int) -> bool:
-        return round > 0 and self.recipe.refresh.start == "warm"
+    def _is_warm(self, round_index: int) -> bool:
+        return round_index > 0 and self.recipe.refresh.start == "warm"
 
-    def _made_against(self, round: int) -> str | None:
+    def _made_against(self, round_index: int) -> str | None:
         """Digest of what the round's images are made against: the folder's files, or the student as the round began."""
-        key = (round, self.history.epoch)
+        key = (round_index, self.history.epoch)
         if key not in self._against:
-            self._against[key] = self.source.fingerprint or self.history.digest_at_start_of(round)
+            self._against[key] = self.source.fingerprint or self.history.digest_at_start_of(round_index)
         return self._against[key]
 
-    def _keep_trajectory(self, round: int, first: bool) -> None:
+    def _keep_trajectory(self, round_index: int, first: bool) -> None:
         """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
-        path, trajectory = self.run.path(TRAJECTORY_FILE.format(round=round)), self.source.trajectory
+        path = self.run.path(TRAJECTORY_FILE.format(round=round_index))
+        trajectory = self.source.trajectory
         if trajectory is not None and (first or not path.exists()):
             words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}
             files.write_tensors(path, {"images": trajectory.images}, words)
 
-    def _check_lost(self, round: int, lost: int) -> None:
+    def _check_lost(self, round_index: int, lost: int) -> None:
         """SynthesisError if too many images of a round became NaN or Inf."""
         config = self.recipe.synthesis
         if lost <= config.max_lost * config.images and lost < config.images:
             return
         cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
-        if round:  # the round before went well with the same teacher: what is new is the calibrated student
+        if round_index:  # the round before went well with the same teacher: what is new is the calibrated student
             refresh_lr = f", or refresh.lr (now {self.recipe.refresh.lr})" if self.recipe.refresh.lr else ""
             cause = (
-                f"by round {round + 1} the student has probably diverged: lower calibration.lr "
+                f"by round {round_index + 1} the student has probably diverged: lower calibration.lr "
                 f"(now {self.recipe.calibration.lr}) or set calibration.clip_grad{refresh_lr}"
             )
         cause = self.source.blamed or cause

@@ -1,4 +1,4 @@
-"""Dream up images: optimise pixels, from noise or leaves, until P and Q say what the objective asks (Sec. 2.1-2.3)."""
+"""Synthesise images: optimise pixels, from noise or dead leaves, for an objective of P and Q (Sec. 2.1-2.3)."""
 
 import math
 import time
@@ -28,7 +28,7 @@ from maskaq.shapes import Geometry
 from maskaq.tasks import task_of
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
-_LOOKED_AT = 4  # lost images that are made once more to see which term they were lost to
+_LOOKED_AT = 4  # lost images that are repeated to find the term that caused it
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
 GridMasks = dict[tuple[int, int], Tensor]
@@ -44,7 +44,7 @@ class Synthesizer:
 
     stage = "synthesize"
     fingerprint: str | None = None
-    """What images come from besides the student: nothing."""
+    """Images depend on nothing besides the student and the seed."""
 
     def __init__(
         self,
@@ -56,9 +56,13 @@ class Synthesizer:
         progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
-        self.teacher, self.student, self.recipe, self.seed = teacher, student, recipe, seed
+        self.teacher = teacher
+        self.student = student
+        self.recipe = recipe
+        self.seed = seed
         self.config = recipe.synthesis
-        self.progress, self.engine = progress or Progress(), engine
+        self.progress = progress or Progress()
+        self.engine = engine
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
@@ -75,28 +79,32 @@ class Synthesizer:
         self._buffers: _StepBuffers | None = None
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
-    def __call__(self, indices: Tensor, round: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
-        """Images of the given numbers, made anew, or from `start`, the same images of the round before.
+    def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+        """Synthesise the images of these numbers, from scratch or from `start`, the same images of the round before.
 
-        Images that end in NaN or Inf are made once more from other randomness; those lost again are left out.
+        Images that become NaN or Inf are made once more with another seed; those that fail again are left out.
         """
         indices = indices.to(self.device)
-        images, finite = self._make(indices, round, start, attempt=0)
+        images, finite = self._make(indices, round_index, start, attempt=0)
         if not finite.all():
-            ill, trajectory = ~finite, self.trajectory
+            non_finite = ~finite
+            trajectory = self.trajectory
             self.progress.note(
-                f"images {indices[ill].tolist()} of round {round} became NaN or Inf: made again from another seed"
+                f"images {indices[non_finite].tolist()} of round {round_index} became NaN or Inf: made again from "
+                "another seed"
             )
-            images[ill], finite[ill] = self._make(indices[ill], round, None, attempt=1)
-            if not ill[0]:
+            images[non_finite], finite[non_finite] = self._make(indices[non_finite], round_index, None, attempt=1)
+            if not non_finite[0]:
                 self.trajectory = trajectory
             elif not finite[0]:
                 self.trajectory = None
         if not finite.all():
             if self.blamed is None:
-                self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round)
+                self.blamed = self._blame(indices[~finite][:_LOOKED_AT], round_index)
             why = f"; {self.blamed}" if self.blamed else ""
-            self.progress.note(f"images {indices[~finite].tolist()} of round {round} are lost: NaN or Inf twice{why}")
+            self.progress.note(
+                f"images {indices[~finite].tolist()} of round {round_index} are lost: NaN or Inf twice{why}"
+            )
         pixels = self.geometry.pixels(images[finite])
         kept = indices[finite]
         return SyntheticSet(to_bytes(pixels), self._targets(kept), kept).to("cpu")
@@ -133,7 +141,8 @@ class Synthesizer:
         count = min(self.config.images, self.images_at_once())
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
-        seconds, steps = 0.0, min(5 if self.engine.captures else 3, self.recipe.most_steps)
+        seconds = 0.0
+        steps = min(5 if self.engine.captures else 3, self.recipe.most_steps)
         for _ in range(2):  # the first time pays for the set-up
             began = time.monotonic()
             self.trial(count, steps)
@@ -141,8 +150,9 @@ class Synthesizer:
         return seconds / (count * steps)
 
     def trial(self, count: int, steps: int) -> None:
-        """Some steps of some images that nobody wants, to time them or to see what memory they take."""
-        progress, self.progress = self.progress, Progress()
+        """Run some steps on throw-away images, to measure their time or memory."""
+        progress = self.progress
+        self.progress = Progress()
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
@@ -150,15 +160,18 @@ class Synthesizer:
         finally:
             self.progress = progress
 
-    def _make(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> tuple[Tensor, Tensor]:
+    def _make(
+        self, indices: Tensor, round_index: int, start: SyntheticSet | None, attempt: int
+    ) -> tuple[Tensor, Tensor]:
         """Normalised images and which of them are finite; halves the batch when the GPU's memory does not hold it."""
         while True:
             try:
-                made, trajectories = [], []
+                parts, trajectories = [], []
                 for part in indices.split(self.batch):
-                    made.append(self._make_part(part, round, start, attempt))
+                    parts.append(self._make_part(part, round_index, start, attempt))
                     trajectories.append(self.trajectory)
-                images, self.trajectory = torch.cat(made), trajectories[0]
+                images = torch.cat(parts)
+                self.trajectory = trajectories[0]
                 return images, torch.isfinite(images).flatten(1).all(dim=1)
             except torch.OutOfMemoryError:
                 self._buffers = None
@@ -168,78 +181,82 @@ class Synthesizer:
                 torch.cuda.empty_cache()
                 self.progress.note(f"out of GPU memory: synthesis goes on with batches of {self.batch}")
 
-    def _make_part(self, indices: Tensor, round: int, start: SyntheticSet | None, attempt: int) -> Tensor:
-        keys = self._keys(indices, round, attempt)
+    def _make_part(self, indices: Tensor, round_index: int, start: SyntheticSet | None, attempt: int) -> Tensor:
+        keys = self._keys(indices, round_index, attempt)
         images = self._start(randomness.fold(keys, "start"))
         if start is not None:
             before = start.to(self.device)
             row, column = (indices[:, None] == before.indices).nonzero(as_tuple=True)  # an image lost before has no row
             images[row] = self.geometry.normalise(to_pixels(before.images[column]))
-        steps, way = self.recipe.steps_in_round(round), {0: images[0]}
+        steps = self.recipe.steps_in_round(round_index)
+        snapshots = {0: images[0]}
         if steps:
             labels = self._targets(indices)
-            images, way = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round))
+            images, snapshots = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round_index))
         else:  # nothing to optimise: what they start from are the images
             self.curves = []
             self.progress.advance(len(images))
-        points = to_bytes(self.geometry.pixels(torch.stack(list(way.values())))).cpu()
-        self.trajectory = Trajectory(int(indices[0]), points, list(way))
+        frames = to_bytes(self.geometry.pixels(torch.stack(list(snapshots.values())))).cpu()
+        self.trajectory = Trajectory(int(indices[0]), frames, list(snapshots))
         return images
 
     def _targets(self, indices: Tensor) -> Tensor:
         return self.task.targets(indices, self.geometry.classes)
 
-    def _keys(self, indices: Tensor, round: int, attempt: int) -> Tensor:
-        """What all randomness of these images in this round comes from."""
-        return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round), attempt)
+    def _keys(self, indices: Tensor, round_index: int, attempt: int) -> Tensor:
+        """(B,) random keys of these images in this round."""
+        return randomness.fold(randomness.fold(randomness.image_keys(self.seed, indices), round_index), attempt)
 
     def _start(self, keys: Tensor) -> Tensor:
-        """What images are before their first step, normalised."""
+        """The initial images, normalised."""
         shape = self.geometry.channels, *self.geometry.image_size
-        if self.config.start == "leaves":
+        if self.config.start == "dead_leaves":
             return self.geometry.normalise(dead_leaves(keys, *shape))
         return randomness.normal(keys, *shape)
 
     def _optimise(
         self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Algorithm 1, lines 2-6. Gives the images, and the first of them after some numbers of steps."""
+        """Algorithm 1, lines 2-6. Returns the images, and snapshots of the first one by number of steps."""
         buffers = self._buffers_for(len(images))
         buffers.fill(images, labels, keys, self._schedule(steps, lr))
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
-        points, way = [], {0: buffers.images.detach()[0].clone()}
+        points = []
+        snapshots = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
             for step in range(steps):
                 buffers.advance()
                 if step in logged:
-                    way[step + 1] = buffers.images.detach()[0].clone()
+                    snapshots[step + 1] = buffers.images.detach()[0].clone()
                     points.append((step, {name: x[: len(images)].mean() for name, x in buffers.parts.items()}))
                 self.progress.advance(len(images))
         self.curves = [
             {"step": step, **{name: value.item() for name, value in parts.items()}} for step, parts in points
         ]
-        return buffers.images.detach()[: len(images)].clone(), way
+        return buffers.images.detach()[: len(images)].clone(), snapshots
 
     @contextmanager
     def _models_ready(self) -> Iterator[None]:
-        """Around steps: the student held still, both models run the engine's way and listened to."""
+        """Context for steps: the student frozen, both models on the engine, with taps on their attention."""
         with ExitStack() as stack:
             stack.enter_context(frozen(self.student, self._weight_cache))
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
-            received, needs = f"{self.config.map}_received", self.objective.needs
+            received = f"{self.config.map}_received"
+            needs = self.objective.needs
             more = {"heads": "heads", "received": "probs_received"}
-            heard = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
-            self.seen = stack.enter_context(taps(self.teacher, *heard))  # type: ignore[arg-type]
+            points = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
+            self.seen = stack.enter_context(taps(self.teacher, *points))  # type: ignore[arg-type]
             self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
             yield
 
-    def _blame(self, indices: Tensor, round: int) -> str:
-        """What to do about the terms of the user's that lose these images: made once more, looking at every step."""
-        steps, keys = self.recipe.steps_in_round(round), self._keys(indices, round, attempt=1)
+    def _blame(self, indices: Tensor, round_index: int) -> str:
+        """Advice about user-defined terms that make these images non-finite, found by repeating their steps."""
+        steps = self.recipe.steps_in_round(round_index)
+        keys = self._keys(indices, round_index, attempt=1)
         if not self.objective.own or not steps:
             return ""
-        schedule = self._schedule(steps, self.recipe.lr_in_round(round))
+        schedule = self._schedule(steps, self.recipe.lr_in_round(round_index))
         buffers = _StepBuffers(
             len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device
         )
@@ -249,28 +266,30 @@ class Synthesizer:
             for _ in range(steps):
                 now = buffers.now()
                 values = self.objective.weighted(self._view(buffers, randomness.fold(buffers.keys, buffers.step), now))
-                ill = [name for name, value in values.items() if not torch.isfinite(value).all()]
+                non_finite = [name for name, value in values.items() if not torch.isfinite(value).all()]
                 gradients = {
                     name: torch.autograd.grad(value.sum(), buffers.images, retain_graph=True)[0]
                     for name, value in values.items()
                     if value.requires_grad
                 }
-                ill = ill or [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
-                if ill:
-                    return self.objective.blame(ill)
+                non_finite = non_finite or [
+                    name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()
+                ]
+                if non_finite:
+                    return self.objective.blame(non_finite)
                 buffers.images.grad = torch.stack(list(gradients.values())).sum(dim=0)
                 buffers.descend(now["lr"])
         return ""
 
     def _buffers_for(self, count: int) -> "_StepBuffers":
-        """Buffers with room for so many images. Those that a replay is bound to serve every later batch that fits."""
+        """Buffers for this many images. A captured step reuses its buffers for every later batch that fits."""
         buffers = self._buffers
         if (
             buffers is None
             or len(buffers.labels) < count
             or (len(buffers.labels) != count and not self.engine.captures)
         ):
-            self._buffers = None  # frees its memory before the next one takes some
+            self._buffers = None  # frees its memory before the next one is allocated
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
             buffers = _StepBuffers(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
             buffers.advance = self.engine.repeated(partial(self._step, buffers))
@@ -278,8 +297,9 @@ class Synthesizer:
         return buffers
 
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
-        """Whatever changes from step to step, for every step."""
-        config, grids = self.config, {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
+        """Name -> value at every step, of everything that changes over the steps."""
+        config = self.config
+        grids = {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
         roll = round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
@@ -294,18 +314,20 @@ class Synthesizer:
         return schedule
 
     def _step(self, buffers: "_StepBuffers") -> None:
-        """One step of every image on the buffers. Nothing here waits for the device: a CUDA graph can hold it."""
+        """One step of all images in the buffers. It never waits for the device, so a CUDA graph can capture it."""
         now = buffers.now()
         keys = randomness.fold(buffers.keys, buffers.step)
         total, parts = self.objective(self._view(buffers, keys, now))
         self.objective.check_gradient(total, "the images")
         (gradient,) = torch.autograd.grad(total.sum(), buffers.images)
-        buffers.images.grad = gradient.contiguous()  # the fused Adam reads memory, whatever the strides say
+        buffers.images.grad = gradient.contiguous()  # the fused Adam ignores strides
         buffers.descend(now["lr"])
         buffers.parts = parts
 
     def _view(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> SynthesisView:
-        config, needs, images = self.config, self.objective.needs, buffers.images
+        config = self.config
+        needs = self.objective.needs
+        images = buffers.images
         # Before the images themselves, whose attention is what is seen afterwards.
         region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
@@ -342,8 +364,9 @@ class Synthesizer:
         return jittered
 
     def _region(self, buffers: "_StepBuffers", keys: Tensor, now: Mapping[str, Tensor]) -> dict[str, Any]:
-        """What a view says of regions: one of each image's, another at each step, seen as an image of its own."""
-        found, keys = regions(buffers.keys, buffers.labels, self.geometry.classes), randomness.fold(keys, "region")
+        """The region fields of a view: a random region of each image, enlarged and classified by the teacher."""
+        found = regions(buffers.keys, buffers.labels, self.geometry.classes)
+        keys = randomness.fold(keys, "region")
         chosen = (randomness.uniform(keys) * found.count).long()
         cells = found.cells.gather(1, chosen[:, None]).squeeze(1)
         enlarged = self._jittered(quarter(buffers.images, cells), keys, now)
@@ -351,22 +374,23 @@ class Synthesizer:
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
-    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round: int) -> tuple[GridMasks, GridMasks]:
+    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round_index: int) -> tuple[GridMasks, GridMasks]:
         """The informative region m and the thinned mask m' of the images of these numbers, at the last step of a round.
 
         Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
         finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
         """
-        steps = max(1, self.recipe.steps_in_round(round))
+        steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
         whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
-        keys = randomness.fold(self._keys(indices, round, attempt=0), torch.tensor([steps - 1]))
+        keys = randomness.fold(self._keys(indices, round_index, attempt=0), torch.tensor([steps - 1]))
         return self._masks(attention, whole, keys), self._masks(attention, now, keys)
 
     @torch.no_grad()
     def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
-        layers, found = self.geometry.layers, {}
+        layers = self.geometry.layers
+        found = {}
         for grid in {layer.grid: None for layer in layers}:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
@@ -376,10 +400,10 @@ class Synthesizer:
 
 
 class _StepBuffers:
-    """What a step reads and writes: tensors that stay where they are from batch to batch, so a step can be replayed.
+    """The tensors that a step reads and writes, at fixed addresses, so that a captured step can be replayed.
 
     Args:
-        schedule: the longest there will be; it gives the names.
+        schedule: the longest schedule of the run; its names are those of all schedules.
     """
 
     advance: Callable[[], None]
@@ -409,7 +433,7 @@ class _StepBuffers:
 
     @torch.no_grad()
     def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:
-        """Begin with other images. A buffers with more room than images repeats the last one."""
+        """Start a new batch. If the buffers hold more images than given, the last one is repeated."""
         places = torch.arange(len(self.labels), device=images.device).clamp(max=len(images) - 1)
         self.images.copy_(images[places].clamp(self.low, self.high))
         self.labels.copy_(labels[places])
@@ -427,7 +451,7 @@ class _StepBuffers:
 
     @torch.no_grad()
     def descend(self, lr: Tensor) -> None:
-        """Adam along the gradient, inside the range of pixels."""
+        """One Adam step, clamped to the range of pixels."""
         self.adam.param_groups[0]["lr"].copy_(lr)
         self.adam.step()
         self.images.clamp_(self.low, self.high)

@@ -107,5 +107,6 @@ class _Ends(torch.autograd.Function):
     def backward(ctx: Any, to_low: Tensor, to_high: Tensor) -> Tensor:
         x, low, high = ctx.saved_tensors
         lowest, highest = (low - x).sign_().add_(1), (x - high).sign_().add_(1)  # 1 at an end, else 0
-        to_low, to_high = to_low / lowest.sum(dim=-1, keepdim=True), to_high / highest.sum(dim=-1, keepdim=True)
+        to_low = to_low / lowest.sum(dim=-1, keepdim=True)
+        to_high = to_high / highest.sum(dim=-1, keepdim=True)
         return lowest.mul_(to_low).addcmul_(highest, to_high)

@@ -14,7 +14,8 @@ _C2 = 0.03**2
 
 def logit_kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     """T^2 * KL(teacher || student) of logits (B, C), softened by T (Hinton et al. 2015)."""
-    log_p, log_q = F.log_softmax(teacher / temperature, dim=-1), F.log_softmax(student / temperature, dim=-1)
+    log_p = F.log_softmax(teacher / temperature, dim=-1)
+    log_q = F.log_softmax(student / temperature, dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1) * temperature**2
 
 

@@ -28,7 +28,8 @@ def mixtures(keys: Tensor, heads: int, positions: Tensor) -> Tensor:
     angle = math.pi * uniform(fold(keys, "angle"), *shape)[..., None]  # (B, H, K, 1)
     count = (uniform(fold(keys, "components"), heads) * COMPONENTS).floor() + 1  # (B, H)
     down, across = (positions.flatten(0, 1).T - centres).unbind(dim=3)  # (B, H, K, W*Q)
-    along, aside = angle.cos() * down + angle.sin() * across, angle.cos() * across - angle.sin() * down
+    along = angle.cos() * down + angle.sin() * across
+    aside = angle.cos() * across - angle.sin() * down
     distance = (along / spread[..., 0, :]).square() + (aside / spread[..., 1, :]).square()
     density = torch.exp(-0.5 * distance) / spread.prod(dim=3)
     present = torch.arange(COMPONENTS, device=keys.device) < count[..., None]  # (B, H, K)

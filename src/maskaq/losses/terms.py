@@ -26,7 +26,7 @@ Term = Callable[[Any], Tensor]
 
 
 class LossRunner:
-    """Evaluates loss functions as they are written. A fast engine has its own way with those it knows."""
+    """Evaluates loss functions as they are written. The fast engine replaces those it has kernels for."""
 
     def __call__(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
         return function(*arguments)
@@ -43,7 +43,7 @@ class SynthesisView:
     images: Tensor
     """(B, C, H, W) as optimised, not jittered."""
     labels: Tensor
-    """(B,) what the images are made for: classes, or -1 where the task has none."""
+    """(B,) target classes, or -1 where the task has none."""
     outputs: Mapping[str, Tensor]
     """The teacher's, of the jittered images, by name: `logits` or `features`."""
     layers: Sequence[Layer]
@@ -63,9 +63,9 @@ class SynthesisView:
     regions: targets.Regions | None = None
     """The parts of each image that are images of their own."""
     region: Tensor | None = None
-    """(B,) which of them is looked at in this step."""
+    """(B,) the region that this step classifies."""
     region_logits: Tensor | None = None
-    """The teacher's, of that one."""
+    """The teacher's logits for that region."""
     run: LossRunner = LossRunner()
 
     @property
@@ -180,13 +180,14 @@ class Objective:
         return total, {name: value.detach() for name, value in values.items()}
 
     def weighted(self, view: Any) -> dict[str, Tensor]:
-        """Each part as it enters the total, with its gradient: for a look at what went wrong."""
+        """Weighted value of each term, with gradients: for diagnosing non-finite values."""
         return {term.name: weight * self._checked(term, term.function(view), view) for term, weight in self.parts}
 
     def _checked(self, term: TermSpec, value: Any, view: Any) -> Tensor:
-        """A term's value, if it is one number per image. Looks at no number: that would wait for the device."""
+        """A term's value, checked to be one number per image. Reads no value, which would wait for the device."""
         output = next(iter(view.outputs.values()))
-        images, device = len(output), output.device
+        images = len(output)
+        device = output.device
         if not isinstance(value, Tensor):
             found = type(value).__name__
         elif value.shape != (images,) or not value.is_floating_point() or value.device != device:
@@ -205,7 +206,7 @@ class Objective:
             )
 
     def blame(self, names: Sequence[str]) -> str:
-        """What to do about terms that gave NaN or Inf; nothing where one of them is not the user's, as it is sound."""
+        """Advice about user-defined terms that gave NaN or Inf; empty if a built-in term did too."""
         if not names or not set(names) <= set(self.own):
             return ""
         which = " and ".join(f"{self.section}.{name}" for name in names)
@@ -279,7 +280,9 @@ def total_variation_target(v: SynthesisView) -> Tensor:
 def attention_prior(v: SynthesisView) -> Tensor:
     """SARDFQ: attention of the later layers (l >= L/2, weight l/L) should be a random Gaussian mixture in each head."""
     assert v.keys is not None
-    keys, depth, losses = fold(v.keys, "attention prior"), len(v.layers), []
+    keys = fold(v.keys, "attention prior")
+    depth = len(v.layers)
+    losses = []
     for number, (layer, raw) in enumerate(zip(v.layers, v.received, strict=True), start=1):
         if 2 * number >= depth:
             received = layer.window_patches(raw).to(v.images.dtype)  # (B, W, H, Q)

@@ -1,4 +1,4 @@
-"""The only room that knows architectures: turns a timm model into one common form.
+"""Turn a timm model into one common form. No other package knows about architectures.
 
 In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry`
 says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
@@ -66,7 +66,8 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     _refuse_unknown_layers(exposed)
     if not layers:
         raise ModelError(f"this {type(model).__name__} has no attention layer (its depth is 0). {_supported()}")
-    config, task = data_config(model), task or task_name(model)
+    config = data_config(model)
+    task = task or task_name(model)
     exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
         layers=layers,
         image_size=config["input_size"][1:],
@@ -82,7 +83,7 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
 
 
 def _drop_nothing(model: nn.Module) -> None:
-    """Take out what only training drops. In eval mode it does nothing, but its rates would make equal blocks differ."""
+    """Remove dropout and drop path. They do nothing in eval mode, but their rates would make equal blocks differ."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, (DropPath, nn.Dropout)):
@@ -138,7 +139,8 @@ def task_name(model: Any) -> str:
     number of outputs than its own is a user's classifier.
     """
     record: Any = getattr(model, "pretrained_cfg", None) or {}
-    width, outputs = embedding_width(record), getattr(model, "num_classes", None)
+    width = embedding_width(record)
+    outputs = getattr(model, "num_classes", None)
     return "features" if outputs == 0 or (width and width == outputs) else "classification"
 
 
@@ -160,7 +162,8 @@ def has_classifier(name: str) -> bool:
 
 def pretrained_tags(name: str) -> list[str]:
     """The tags of the weights that timm has for an architecture, its default first."""
-    architecture, default = name.split(".")[0], get_pretrained_cfg(name.split(".")[0])
+    architecture = name.split(".")[0]
+    default = get_pretrained_cfg(name.split(".")[0])
     tags = [found.split(".", 1)[1] for found in list_models(f"{architecture}.*", pretrained=True)]
     return sorted(tags, key=lambda tag: default is None or tag != default.tag)
 
@@ -177,7 +180,8 @@ def embedding_width(record: Mapping[str, Any]) -> int:
     A record (`pretrained_cfg`) does not say so itself: the towers are the CLIP architectures that were not fine-tuned
     on a data set with classes, which a tag tells by its `ft`, as in `openai_ft_in1k`.
     """
-    architecture, tag = str(record.get("architecture") or ""), str(record.get("tag") or "")
+    architecture = str(record.get("architecture") or "")
+    tag = str(record.get("tag") or "")
     if "_clip_" not in architecture or not tag or "ft" in tag.split("_"):
         return 0
     known = get_pretrained_cfg(f"{architecture}.{tag}")  # a record may have been changed since
@@ -213,13 +217,17 @@ def _refuse_altered_layers(model: nn.Module) -> None:
         ]
         found = remedy = ""
         if is_parametrized(module):
-            found, remedy = "has a parametrization", "torch.nn.utils.parametrize.remove_parametrizations"
+            found = "has a parametrization"
+            remedy = "torch.nn.utils.parametrize.remove_parametrizations"
         elif any(getattr(module, kind) for kind in hooks):
-            found, remedy = "has a hook", "its handle's remove(), or torch.nn.utils.prune.remove after pruning"
+            found = "has a hook"
+            remedy = "its handle's remove(), or torch.nn.utils.prune.remove after pruning"
         elif patched:
-            found, remedy = f"has a {patched[0]} of its own", f"del layer.{patched[0]}"
+            found = f"has a {patched[0]} of its own"
+            remedy = f"del layer.{patched[0]}"
         elif type(module) in (nn.Linear, nn.Conv2d) and not isinstance(module.weight, nn.Parameter):
-            found, remedy = "has a weight that is not a parameter", "layer.weight = nn.Parameter(...)"
+            found = "has a weight that is not a parameter"
+            remedy = "layer.weight = nn.Parameter(...)"
         if found:
             where = f"layer {name!r}" if name else "the model"
             raise ModelError(
@@ -258,7 +266,8 @@ def _refuse_unknown_layers(model: nn.Module) -> None:
 def class_names(model: nn.Module) -> list[str] | None:
     """Names of the classes, where known: the model's own, or ImageNet's where timm's tag says so."""
     record: Any = getattr(model, "pretrained_cfg", None) or {}
-    classes, names = geometry(model).classes, record.get("label_names")
+    classes = geometry(model).classes
+    names = record.get("label_names")
     if not names and classes == 1000 and "in1k" in str(record.get("tag")):  # the data of the last training
         imagenet = ImageNetInfo("imagenet-1k")
         names = [imagenet.index_to_description(i) for i in range(classes)]

@@ -158,7 +158,8 @@ def load_shape(
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
     """The model that `architecture_of` described, with random weights: no weights file is read."""
-    name, args = architecture["name"], _checked_args(architecture["args"])
+    name = architecture["name"]
+    args = _checked_args(architecture["args"])
     if name not in zoo.embedded_names():
         return create_timm(name, **args).eval()
     if args:
@@ -239,7 +240,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 def _check_name(name: str) -> None:
-    """ModelError with the nearest names unless timm has this one."""
+    """ModelError with the closest names unless timm has this one."""
     if not isinstance(name, str):
         raise ModelError(f"model: expected the name of a model such as deit_tiny_patch16_224, got {name!r}")
     if name.lower().endswith(SUFFIXES):
@@ -314,7 +315,8 @@ def _check_weights(name: str, args: dict[str, Any]) -> None:
 
 def _without_classifier(name: str) -> str:
     """What to do with weights that have no classifier, or where one can come from."""
-    architecture, tags = name.split(".")[0], classifier_tags(name)
+    architecture = name.split(".")[0]
+    tags = classifier_tags(name)
     other = f"take {' or '.join(f'{architecture}.{tag}' for tag in tags[:3])}, or give" if tags else "give"
     return (
         "To quantize it for its features, add --model-arg num_classes=0; to classify, "
@@ -335,7 +337,7 @@ def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
 
 @contextmanager
 def _hub_or_cache() -> Iterator[None]:
-    """Inside, the Hugging Face hub is read from its local cache alone if it cannot be reached.
+    """Context in which the Hugging Face hub's local cache is used if the hub cannot be reached.
 
     huggingface_hub tries each file six times with growing pauses, which takes most of a minute without a network.
     """
@@ -620,10 +622,12 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
     Of a Swin the one that its windows tell, if they do and it is not the model's.
     """
     if isinstance(model, swin_transformer.SwinTransformer):
-        told = _size_of_masks(model, state) or _size_of_windows(model, state)
-        return None if told is None or told == _size_of(model) else _short_size(told)
-    mine, theirs, patch = getattr(model, "pos_embed", None), state.get("pos_embed"), getattr(model, "patch_embed", None)
-    if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is not told
+        stored = _size_of_masks(model, state) or _size_of_windows(model, state)
+        return None if stored is None or stored == _size_of(model) else _short_size(stored)
+    mine = getattr(model, "pos_embed", None)
+    theirs = state.get("pos_embed")
+    patch = getattr(model, "patch_embed", None)
+    if mine is None or theirs is None or patch is None or hasattr(patch, "backbone"):  # a hybrid's stride is unknown
         return None
     if theirs.dim() != 3 or theirs.shape[1] == mine.shape[1]:
         return None
@@ -637,11 +641,12 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
 
 
 def _swin_size(model: nn.Module, state: State, noted: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The image size of a Swin's file, by the rule of `_from_file`; None if it is not told."""
-    told = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
-    if told is not None or any(key.endswith("attn_mask") for key in state):
-        return told
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    """The image size of a Swin's file, by the rule of `_from_file`; None if the file does not determine it."""
+    stored = _size_of_masks(model, state) or _size_of_windows(model, state) or noted
+    if stored is not None or any(key.endswith("attn_mask") for key in state):
+        return stored
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     comparable = len(mine) == len(theirs) and None not in theirs  # else it does not fit, which `_fill` says
     return None if comparable and mine != theirs else _size_of(model)
 
@@ -660,7 +665,8 @@ def _size_wanted(model: nn.Module, state: State, name: str, path: Path) -> str:
 
 def _usual(model: nn.Module, windows: list[int]) -> str:
     """The image sizes that timm gives such windows at, as the end of a sentence; empty if there are none."""
-    largest, unit = max(windows, default=0), _reduction(model, 0)[0]
+    largest = max(windows, default=0)
+    unit = _reduction(model, 0)[0]
     if not windows:
         return ""
     if set(windows) == {largest}:  # the last stage is one window, or more of them
@@ -687,7 +693,8 @@ def _size_of_masks(model: nn.Module, state: State) -> tuple[int, int] | None:
     counts: dict[int, tuple[tuple[int, int], int]] = {}
     for key, mask in state.items():
         if (found := re.fullmatch(r"layers\.(\d+)\.blocks\.\d+\.attn_mask", key)) and mask.dim() == 3:
-            layout, window = _layout(mask), isqrt(mask.shape[1])
+            layout = _layout(mask)
+            window = isqrt(mask.shape[1])
             if layout is not None and window * window == mask.shape[1]:
                 counts[int(found[1])] = layout, window
     if not counts:
@@ -716,7 +723,8 @@ def _layout(mask: Tensor) -> tuple[int, int] | None:
     fits = []
     for rows in (rows for rows in range(2, windows // 2 + 1) if windows % rows == 0):
         expected = torch.zeros(rows, windows // rows, dtype=torch.bool)
-        expected[-1], expected[:, -1] = True, True
+        expected[-1] = True
+        expected[:, -1] = True
         if torch.equal(expected.flatten(), masked):
             fits.append((rows, windows // rows))
     side = isqrt(windows)
@@ -743,7 +751,8 @@ def _side(counts: Mapping[int, tuple[int, int, int]], unit: int) -> int | None:
 
 def _size_of_windows(model: nn.Module, state: State) -> tuple[int, int] | None:
     """The image size that a Swin's bias tables tell: a window is no larger than its stage's grid."""
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     if len(mine) != len(theirs) or None in mine or None in theirs:
         return None
     largest = max((size for size in theirs if size is not None), default=0)
@@ -760,7 +769,8 @@ def _size_of_windows(model: nn.Module, state: State) -> tuple[int, int] | None:
 
 def _window_size(model: nn.Module, state: State) -> int | tuple[int, ...] | None:
     """The window of each Swin stage in the file where one differs from the model's; one number if that says it."""
-    mine, theirs = _windows(model.state_dict()), _windows(state)
+    mine = _windows(model.state_dict())
+    theirs = _windows(state)
     if mine == theirs or len(mine) != len(theirs) or None in theirs:
         return None
     sizes = tuple(size for size in theirs if size is not None)
@@ -795,7 +805,8 @@ class Misfit:
 def _fill(model: nn.Module, state: State, name: str, path: Path, resizable: tuple[str, ...]) -> None:
     """Puts the file's weights into the model; CheckpointError naming every key that does not fit."""
     own = model.state_dict()
-    given, misfit = state, _compare(own, state)
+    given = state
+    misfit = _compare(own, state)
     if misfit:
         renamed = _renamed(model, state, resizable)
         if len(second := _compare(own, renamed)) < len(misfit):
@@ -843,7 +854,7 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
     are undone and thereby reported, but for the sizes of keys that end as one of `resizable` does.
     """
     try:
-        with warnings.catch_warnings():  # timm's and torch's, of how they resample; that they did is told by `_fill`
+        with warnings.catch_warnings():  # timm's and torch's, of how they resample; `_fill` reports that they did
             warnings.simplefilter("ignore", UserWarning)
             if isinstance(model, swin_transformer.SwinTransformer):
                 renamed = swin_transformer.checkpoint_filter_fn(dict(state), model)
@@ -903,7 +914,9 @@ def _fitting_names(state: State, own: Mapping[str, Tensor], name: str, most: int
     outline = _outline(state)
     if outline is None or outline == _outline(own):
         return []
-    family, given, extent = name.split("_")[0], name.split(".")[0], _extent(state)
+    family = name.split("_")[0]
+    given = name.split(".")[0]
+    extent = _extent(state)
     patch = f"patch{outline['patch']}_"
     names = supported_names([swin if "depths" in outline else vit])
     near = [n for n in names if n != given and (patch in n or "_patch" not in n)]
@@ -933,7 +946,8 @@ def _outline_of(name: str) -> tuple[dict[str, Any] | None, list[int | None]]:
 
 def _outline(state: Mapping[str, Tensor]) -> dict[str, Any] | None:
     """What shapes tell of an architecture whatever its classes, channels and image size; None without any blocks."""
-    patch, first = state.get("patch_embed.proj.weight"), state.get("patch_embed.proj.bias")
+    patch = state.get("patch_embed.proj.weight")
+    first = state.get("patch_embed.proj.bias")
     if patch is None or patch.dim() != 4:
         return None
     outline: dict[str, Any] = {"width": patch.shape[0], "patch": patch.shape[-1], "bias": first is not None}
@@ -968,7 +982,7 @@ def _extent(state: Mapping[str, Tensor]) -> list[int | None]:
 
 
 def _looks_like(state: Mapping[str, Tensor]) -> str:
-    """The family that a state dict's keys speak of; empty if none."""
+    """The family that the keys of a state dict point to; empty if none."""
     if any(key.endswith("relative_position_bias_table") and key.startswith("layers.") for key in state):
         return "a Swin"
     if "dist_token" in state:

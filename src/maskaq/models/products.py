@@ -9,7 +9,7 @@ class Matmul(nn.Module):
     """a @ b.
 
     Args:
-        signed: whether each operand can be negative. The architecture knows (a softmax cannot); nobody guesses.
+        signed: whether each operand can be negative. Set by the architecture (a softmax cannot), not guessed.
     """
 
     def __init__(self, signed: tuple[bool, bool] = (True, True)) -> None:
@@ -26,7 +26,7 @@ class Matmul(nn.Module):
 
 
 class AttentionProducts(nn.Module):
-    """Base of every exposed attention: `maskaq.models.taps` listens here.
+    """Base class of every exposed attention, on which `maskaq.models.taps` records.
 
     `qk` gives the scores QK^T before scale and softmax, `softmax` the probabilities, `av` the head outputs.
     """
@@ -38,13 +38,14 @@ class AttentionProducts(nn.Module):
         self.qk = Matmul()
         self.softmax = nn.Softmax(dim=-1)
         self.av = Matmul(signed=(False, True))
-        self.prefix_tokens, self.class_query = 0, False
+        self.prefix_tokens = 0
+        self.class_query = False
         self.fused: Callable[..., dict[str, Tensor]] | None = None
-        """Stands in for `products` while the fast engine lends a kernel."""
+        """Replaces `products` while the fast engine is applied."""
         self.listened: tuple[str, ...] = ()
         """Active tap points."""
         self.passed: dict[str, Tensor] = {}
-        """What passed each of them in the latest forward pass."""
+        """Their values in the latest forward pass."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         """(B*W, H, T, D) queries, keys, values -> head outputs; bias (W, H, T, T) is added to the scaled scores."""
@@ -53,7 +54,7 @@ class AttentionProducts(nn.Module):
         return points["heads"]
 
     def products(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        """All that can be listened to."""
+        """The values of all tap points."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # slices of one tensor: every pass over them is slower
         scores = self.qk(q, k.transpose(-2, -1))
         logits = scores * self.scale
@@ -64,7 +65,7 @@ class AttentionProducts(nn.Module):
         return points | {f"{name}_received": self._received(points[name]) for name in ("scores", "probs")}
 
     def readers(self, tokens: int) -> tuple[int, int]:
-        """First and number of the queries that say what is attended to: the class token if it is read, else patches."""
+        """First and number of the queries whose attention counts: the class token if it is read, else the patches."""
         return (0, 1) if self.class_query else (self.prefix_tokens, tokens - self.prefix_tokens)
 
     def _received(self, maps: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ def expose_(model: Any) -> tuple[Layer, ...]:
 
 def _layer(name: str, block: timm_swin.SwinTransformerBlock, height: int, width: int) -> Layer:
     """Send the patch numbers through the block's own shift, pad and partition to see where each patch ends up."""
-    (shift_h, shift_w), (win_h, win_w) = block.shift_size, block.window_size
+    shift_h, shift_w = block.shift_size
+    win_h, win_w = block.window_size
     patches = torch.arange(height * width).view(1, height, width, 1)
     patches = torch.roll(patches, shifts=(-shift_h, -shift_w), dims=(1, 2))
     pad = (0, 0, 0, -width % win_w, 0, -height % win_h)

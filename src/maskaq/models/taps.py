@@ -1,4 +1,4 @@
-"""Listen to a model's attention without changing it, for as long as a `with` lasts."""
+"""Record a model's attention without changing the model, inside a `with` block."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +46,8 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     outputs: dict[str, Tensor] = {}  # of blocks, by their names
     read_by: dict[str, Tensor] = {}  # classifiers, by their names
     read: dict[str, list[Callable[[], Tensor]]] = {}
-    before, handles = [attention.listened for attention in attentions], []
+    before = [attention.listened for attention in attentions]
+    handles = []
 
     def reader(attention: AttentionProducts, point: str) -> Callable[[], Tensor]:
         return lambda: attention.passed[point]
@@ -76,7 +77,8 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
         yield Taps(read)
     finally:
         for attention, listened in zip(attentions, before, strict=True):
-            attention.listened, attention.passed = listened, {}
+            attention.listened = listened
+            attention.passed = {}
         for handle in handles:
             handle.remove()
         read.clear()

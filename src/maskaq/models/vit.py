@@ -101,7 +101,8 @@ def expose_(model: Any) -> tuple[Layer, ...]:
             if type(module) in ATTENTIONS:
                 parent, _, child = name.rpartition(".")
                 attention = ExposedAttention(module)
-                attention.prefix_tokens, attention.class_query = model.num_prefix_tokens, reads_class_token
+                attention.prefix_tokens = model.num_prefix_tokens
+                attention.class_query = reads_class_token
                 setattr(block.get_submodule(parent), child, attention)
                 layers.append(
                     Layer(

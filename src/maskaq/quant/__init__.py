@@ -1,1 +1,1 @@
-"""Quantization in four floors: grid (maths), quantizers (state), layers (modules), twin (the model)."""
+"""Quantization in four levels: grid (maths), quantizers (state), layers (modules), twin (the model)."""

@@ -1,4 +1,4 @@
-"""The quantized model as it leaves the trainer: integer weight codes, fixed grids, plain torch operations.
+"""The deployed form of a quantized model: integer weight codes, fixed grids, plain torch operations.
 
 `maskaq.quant.twin.deploy` turns a calibrated student into a module with the same module names and, bit for bit, the
 same outputs. It holds no full-precision weight where it has codes, and needs none of the training code.
@@ -26,7 +26,8 @@ class FixedGrid(nn.Module):
 
     def __init__(self, bits: int, site: Site | None = None) -> None:
         super().__init__()
-        self.bits, self.site = bits, site
+        self.bits = bits
+        self.site = site
         self.top = (1 << bits) - 1
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("zero_point", torch.zeros(()))
@@ -50,7 +51,8 @@ class CodedWeight(nn.Module):
 
     def __init__(self, shape: torch.Size | tuple[int, ...], bits: int, site: Site | None = None) -> None:
         super().__init__()
-        self.bits, self.site = bits, site
+        self.bits = bits
+        self.site = site
         self.register_buffer("codes", torch.zeros(shape, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(shape[0]))
 
@@ -64,7 +66,8 @@ class CodedWeight(nn.Module):
 class DeployedLinear(nn.Module):
     def __init__(self, weight: nn.Module, bias: Tensor | None, grid: nn.Module) -> None:
         super().__init__()
-        self.weight, self.grid = weight, grid
+        self.weight = weight
+        self.grid = grid
         self.register_buffer("bias", bias)
 
     @classmethod
@@ -82,11 +85,15 @@ class DeployedLinear(nn.Module):
 class DeployedConv2d(nn.Module):
     def __init__(self, weight: nn.Module, bias: Tensor | None, grid: nn.Module, conv: nn.Conv2d) -> None:
         super().__init__()
-        self.weight, self.grid = weight, grid
+        self.weight = weight
+        self.grid = grid
         self.register_buffer("bias", bias)
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ModelError(f"a convolution with padding {conv.padding!r} ({conv.padding_mode}) cannot be deployed")
-        self.stride, self.padding, self.dilation, self.groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        self.stride = conv.stride
+        self.padding = conv.padding
+        self.dilation = conv.dilation
+        self.groups = conv.groups
 
     @classmethod
     def from_quantized(cls, layer: QuantConv2d) -> "DeployedConv2d":
@@ -106,7 +113,8 @@ class DeployedMatmul(Matmul):
 
     def __init__(self, a_grid: nn.Module, b_grid: nn.Module, signed: tuple[bool, bool]) -> None:
         super().__init__(signed)
-        self.a_grid, self.b_grid = a_grid, b_grid
+        self.a_grid = a_grid
+        self.b_grid = b_grid
 
     @classmethod
     def from_quantized(cls, layer: QuantMatmul) -> "DeployedMatmul":
@@ -171,7 +179,7 @@ def _weight(layer: QuantLinear | QuantConv2d) -> nn.Module:
 
 
 def _refuse_other_grids(quantizer: Quantizer) -> None:
-    """A quantizer with a grid of its own has no code of ours that computes it."""
+    """ModelError for a quantizer with a custom grid, which the deployed layers cannot compute."""
     if type(quantizer).dequantize is not Quantizer.dequantize:
         raise ModelError(
             f"{quantizer.site.name}: quantizer {type(quantizer).__name__} has its own grid; only uniform grids "

@@ -1,4 +1,4 @@
-"""Quantized layers: subclasses that override only `forward`, with `from_float` as the door in."""
+"""Quantized layers: subclasses that override only `forward`, built by `from_float`."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,7 +7,7 @@ from maskaq.models.products import Matmul
 
 
 class QuantWeightMixin:
-    """A layer with a quantized weight, which can be held while only activations change (synthesis, evaluation)."""
+    """A layer with a quantized weight, which can be cached while weights are constant (synthesis, evaluation)."""
 
     weight: Tensor
     weight_quantizer: nn.Module
@@ -26,8 +26,10 @@ class QuantLinear(QuantWeightMixin, nn.Linear):
     @classmethod
     def from_float(cls, linear: nn.Linear, weight_quantizer: nn.Module, input_quantizer: nn.Module) -> "QuantLinear":
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        layer.weight = linear.weight
+        layer.bias = linear.bias
+        layer.weight_quantizer = weight_quantizer
+        layer.input_quantizer = input_quantizer
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,8 +51,10 @@ class QuantConv2d(QuantWeightMixin, nn.Conv2d):
             padding_mode=conv.padding_mode,
             device="meta",
         )
-        layer.weight, layer.bias = conv.weight, conv.bias
-        layer.weight_quantizer, layer.input_quantizer = weight_quantizer, input_quantizer
+        layer.weight = conv.weight
+        layer.bias = conv.bias
+        layer.weight_quantizer = weight_quantizer
+        layer.input_quantizer = input_quantizer
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +68,8 @@ class QuantMatmul(Matmul):
     @classmethod
     def from_float(cls, matmul: Matmul, a_quantizer: nn.Module, b_quantizer: nn.Module) -> "QuantMatmul":
         layer = cls(matmul.signed)
-        layer.a_quantizer, layer.b_quantizer = a_quantizer, b_quantizer
+        layer.a_quantizer = a_quantizer
+        layer.b_quantizer = b_quantizer
         return layer
 
     def operands(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Mixed precision: the width of each layer's weights, chosen for an average by how much every width costs.
+"""Mixed precision: choose the bit width of each layer's weights, given an average, by measured cost.
 
 A layer's weights are quantized alone, at each width, and the predictions compared with the teacher's on synthetic
 images. Bits then go where they save most, one layer at a time, until the average is reached.
@@ -87,7 +87,7 @@ def measure_costs(
 
 @contextmanager
 def _only(student: nn.Module, teacher: nn.Module, layer: str) -> Iterator[None]:
-    """Inside, the weights of one layer are quantized and all others are the teacher's."""
+    """Context in which the weights of one layer are quantized and all others are the teacher's."""
     others = {n: m for n, m in student.named_modules() if isinstance(m, QuantWeightMixin) and n != layer}
     try:
         for name, module in others.items():

@@ -19,7 +19,8 @@ def packed_bytes(count: int, bits: int) -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Signed codes of any shape -> uint8, one axis."""
-    half, flat = 1 << bits - 1, codes.flatten().to(torch.int64)
+    half = 1 << bits - 1
+    flat = codes.flatten().to(torch.int64)
     if flat.numel() and not -half <= int(flat.min()) <= int(flat.max()) < half:
         raise ModelError(f"codes from {flat.min()} to {flat.max()} do not fit {bits} bits, {-half} to {half - 1}")
     # Eight codes are `bits` whole bytes and fit one 64-bit word, whatever the width.

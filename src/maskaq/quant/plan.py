@@ -1,4 +1,4 @@
-"""The quantization plan: every tensor that is quantized, at how many bits, by which quantizer. One list decides.
+"""The quantization plan: a list of every tensor that is quantized, with its bits and quantizer.
 
 A plan is built from a recipe: its bits and quantizers hold for every site, then its rules are applied in order, and the
 last rule that matches a site wins. The student, its ranges, the saved model, exports and reports follow the plan.
@@ -42,7 +42,7 @@ class QuantPlan:
         return QuantPlan({n: replace(site, bits=bits.get(n, site.bits)) for n, site in self.sites.items()})
 
     def with_range(self, method: str) -> "QuantPlan":
-        """The plan with one way to find every first range."""
+        """The plan with one range method for all sites."""
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -108,8 +108,8 @@ def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
     """`first_last` as rules: the patch embedding and the classifier."""
     if scheme.first_last == "same":
         return []
-    facts = geometry(teacher)
-    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*facts.first, *facts.last)]
+    spec = geometry(teacher)
+    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*spec.first, *spec.last)]
 
 
 def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:

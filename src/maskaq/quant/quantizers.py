@@ -30,7 +30,7 @@ class Quantizer(nn.Module):
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
     derived: ClassVar[tuple[str, ...]] = ()
-    """Buffers that every forward pass computes anew: no part of what a student is."""
+    """Buffers that every forward pass recomputes, which are not part of a student's state."""
     scale: Tensor
     zero_point: Tensor
 
@@ -173,7 +173,7 @@ class MinMax(Static):
     derived = ("scale",)
 
     def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
-        """A range that follows the weights is set by cutting them, in place: nothing lies beyond it any more."""
+        """Set the range by clipping the weights in place, as the range always follows the weights."""
         low, high = super().set_range(values, method, percentile)
         bound = torch.maximum(-low, high).reshape((-1,) + (1,) * (values.dim() - 1))
         values.detach().clamp_(-bound, bound)

@@ -14,7 +14,8 @@ _SMALLEST_STEP = 1e-12  # of a tensor of zeros: below any value that counts, and
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale and integer zero point of the unsigned grid over [low, high]; zero is always a value of the grid."""
     top = code_range(bits, signed=False)[1]
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    low = low.clamp(max=0.0)
+    high = high.clamp(min=0.0)
     scale = ((high - low) / top).clamp(min=_SMALLEST_STEP)
     return scale, torch.round(-low / scale).clamp(0, top)
 
@@ -80,7 +81,8 @@ RANGES: dict[str, Callable[[Tensor, int, bool, float], tuple[Tensor, Tensor]]] =
 def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symmetric: bool) -> tuple[Tensor, Tensor]:
     """Of (S, C) candidate ranges, the best of each channel."""
     if is_symmetric:
-        scales, zero_points = symmetric(highs, bits), torch.zeros_like(highs)
+        scales = symmetric(highs, bits)
+        zero_points = torch.zeros_like(highs)
     else:
         scales, zero_points = affine(lows, highs, bits)
     codes = code_range(bits, signed=is_symmetric)

@@ -15,7 +15,7 @@ class Site:
     role: Role
     bits: int
     signed: bool
-    """Whether the values can be negative; said by the architecture, never guessed from data."""
+    """Whether the values can be negative; given by the architecture, not guessed from data."""
     channels: int | None = None
     """One range for each slice along the first axis; None: one range for the whole tensor."""
     quantizer: str = ""

@@ -53,7 +53,7 @@ def quantizers(student: nn.Module) -> dict[str, Quantizer]:
 def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch: int = 32) -> None:
     """Set the range of every quantizer: weights from themselves, activations from what these images give in float.
 
-    Weights that have a range keep it: called again, with better images, this sets the activations anew.
+    Weights that have a range keep it: called again with better images, this resets only the activations.
     """
     activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
     for module in student.modules():
@@ -75,7 +75,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
 
 @contextmanager
 def frozen(student: nn.Module, weight_cache: dict[nn.Module, Tensor] | None = None) -> Iterator[None]:
-    """Hold the student still: weights quantized once, no gradient to any parameter. For synthesis and evaluation.
+    """Context in which the student is frozen: weights quantized once, no gradients to parameters.
 
     Args:
         weight_cache: keeps the quantized weights of each layer in the same memory from one call to the next.

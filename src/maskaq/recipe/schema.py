@@ -7,6 +7,7 @@ Unknown keys, wrong types and impossible values are errors that name the key and
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -14,8 +15,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from maskaq.errors import RecipeError, unknown
 
@@ -42,9 +44,15 @@ ROTATIONS = ("heads", "residual", "hidden")
 _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
-_MOST_IMAGES, _MOST_STEPS = 10_000_000, 1_000_000  # upper bounds that catch typos
-# Beyond these, numbers do not fit into float32 or nothing is left to learn: a clear refusal in place of Inf.
-_LARGEST_LR, _LARGEST_WEIGHT, _LARGEST_CHANGE = 1_000, 1_000_000_000, 100
+_MOST_IMAGES = 10_000_000  # this and the next are upper bounds that catch typos
+_MOST_STEPS = 1_000_000
+# Beyond these, values overflow float32 or nothing is left to learn: an error message instead of Inf.
+_LARGEST_LR = 1_000
+_LARGEST_WEIGHT = 1_000_000_000
+_LARGEST_CHANGE = 100
+
+_RENAMED_VALUES = {"synthesis.start": {"leaves": "dead_leaves"}}
+"""Dotted key -> old value -> its name today. Recipes and run folders that hold the old value still work."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,26 @@ class Bits:
         )
 
 
+class _Table:
+    """Base class of the tables of a recipe: checks every setting, whether it comes from a file or from Python."""
+
+    _path: ClassVar[str] = ""
+
+    def __init_subclass__(cls, path: str) -> None:
+        cls._path = path
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        hints = _type_hints(cls)
+        spec: Any
+        for spec in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, spec.name)
+            checked = _check(value, hints[spec.name], spec, _join(self._path, spec.name))
+            object.__setattr__(self, spec.name, checked)  # frozen for everyone else
+
+
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(_Table, path="quantization.rule"):
     """An exception for the sites that a pattern matches; the last rule that matches a site wins."""
 
     match: str = setting("", "pattern of site names, such as blocks.*.mlp.fc2.input (`maskaq inspect` prints them)")
@@ -80,9 +106,16 @@ class Rule:
     quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
     range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse"))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.match:
+            raise RecipeError("quantization.rule: expected match, a pattern of site names, in every rule")
+        if not (self.bits or self.quantizer or self.range):
+            raise RecipeError(f"quantization.rule {self.match!r}: expected bits, quantizer or range")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
+class Quantization(_Table, path="quantization"):
     bits: str = setting(
         "w4a4",
         "bit widths of weights and activations, wXaY, 2 to 8 each; mixed:X chooses the width of each layer's weights "
@@ -118,9 +151,13 @@ class Quantization:
     )
     rule: tuple[Rule, ...] = setting((), "exceptions, [[quantization.rule]]: match, bits, quantizer, range")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Bits.parse(self.bits)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Mask:
+class Mask(_Table, path="synthesis.mask"):
     """The adaptive mask m' of Eqs. 11-13."""
 
     start: float = setting(0.5, "share of patches in the mask at the first step", low=0.0, high=1.0)
@@ -128,9 +165,17 @@ class Mask:
     drop: float = setting(0.3, "p_drop: share of the masked patches dropped at random at each step", low=0.0, high=0.99)
     keep_at_least: int = setting(1, "k_min: patches kept whatever is dropped", low=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.end > self.start:
+            raise RecipeError(
+                f"synthesis.mask.end {self.end} is above synthesis.mask.start {self.start}: the mask shrinks over the "
+                "steps"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Synthesis:
+class Synthesis(_Table, path="synthesis"):
     images: int = setting(10_000, "synthetic images", low=1, high=_MOST_IMAGES)
     steps: int = setting(
         2_000, "optimiser steps for each image; 0: the images are what they start from", low=0, high=_MOST_STEPS
@@ -138,7 +183,7 @@ class Synthesis:
     start: str = setting(
         "noise",
         "what an image starts from: noise, or dead leaves, shapes that lie over each other (not in the paper)",
-        choices=("noise", "leaves"),
+        choices=("noise", "dead_leaves"),
     )
     batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
     lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0, high=_LARGEST_LR)
@@ -176,7 +221,7 @@ class Synthesis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
+class Augment(_Table, path="calibration.augment"):
     """SimCLR augmentation of the calibration images, drawn for each sample."""
 
     crop: tuple[float, float] = setting((0.3, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0)
@@ -193,7 +238,7 @@ class Augment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reconstruct:
+class Reconstruct(_Table, path="calibration.reconstruct"):
     """Block after block, through the full-precision model's later blocks (not in the paper)."""
 
     epochs: int = setting(
@@ -209,7 +254,7 @@ class Reconstruct:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class Calibration(_Table, path="calibration"):
     stages: tuple[str, ...] = setting(
         ("calibrate",),
         "what fits the student in turn, a list: reconstruct takes block after block, calibrate all of them at once",
@@ -256,9 +301,24 @@ class Calibration:
     )
     augment: Augment = field(default_factory=Augment)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.stages:
+            raise RecipeError(f"calibration.stages: expected at least one of {', '.join(STAGES)}, got none")
+        if self.float_weights and self.stages != ("calibrate",):
+            raise RecipeError(
+                "calibration.float_weights: expected 0 beside the stage reconstruct, which has quantized the weights "
+                f"already, got {self.float_weights}"
+            )
+        if self.float_weights + self.average > 1:
+            raise RecipeError(
+                f"calibration.average {self.average} begins before calibration.float_weights {self.float_weights} "
+                "ends: expected both together to be at most 1"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Refresh:
+class Refresh(_Table, path="refresh"):
     every: int = setting(30, "epochs between two refreshes of the images; 0: never", low=0)
     start: str = setting(
         "warm",
@@ -270,7 +330,7 @@ class Refresh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(_Table, path=""):
     """All settings of a run. `load_recipe` builds one; nothing changes it afterwards."""
 
     quantization: Quantization = field(default_factory=Quantization)
@@ -279,30 +339,7 @@ class Recipe:
     refresh: Refresh = field(default_factory=Refresh)
 
     def __post_init__(self) -> None:
-        Bits.parse(self.quantization.bits)
-        for rule in self.quantization.rule:
-            if not rule.match:
-                raise RecipeError("quantization.rule: expected match, a pattern of site names, in every rule")
-            if not (rule.bits or rule.quantizer or rule.range):
-                raise RecipeError(f"quantization.rule {rule.match!r}: expected bits, quantizer or range")
-        if self.synthesis.mask.end > self.synthesis.mask.start:
-            raise RecipeError(
-                f"synthesis.mask.end {self.synthesis.mask.end} is above synthesis.mask.start "
-                f"{self.synthesis.mask.start}: the mask shrinks over the steps"
-            )
-        fit = self.calibration
-        if not fit.stages:
-            raise RecipeError(f"calibration.stages: expected at least one of {', '.join(STAGES)}, got none")
-        if fit.float_weights and fit.stages != ("calibrate",):
-            raise RecipeError(
-                "calibration.float_weights: expected 0 beside the stage reconstruct, which has quantized the weights "
-                f"already, got {fit.float_weights}"
-            )
-        if fit.float_weights + fit.average > 1:
-            raise RecipeError(
-                f"calibration.average {fit.average} begins before calibration.float_weights {fit.float_weights} ends: "
-                "expected both together to be at most 1"
-            )
+        super().__post_init__()
         if not self.data_free and (self.synthesis.steps or self.refresh.every):
             raise RecipeError(
                 "synthesis.folder: real images are neither optimised nor refreshed, so synthesis.steps "
@@ -320,7 +357,7 @@ class Recipe:
 
     @property
     def caveat(self) -> str:
-        """What has to be said wherever a result is shown; mostly nothing."""
+        """A warning to show beside every result if real images were used, else an empty string."""
         return "" if self.data_free else f"REAL images of {self.synthesis.folder}: a ceiling, NOT data-free"
 
     @property
@@ -349,22 +386,25 @@ class Recipe:
         Reconstruction comes before the epochs of the first round: its images are never refreshed.
         """
         before = self.epochs - len(self.stages.get("calibrate", ()))
-        epochs, every = self.epochs, self.refresh.every
+        epochs = self.epochs
+        every = self.refresh.every
         if not every or before + every >= epochs:
             return [range(epochs)]
         later = range(before + every, epochs, every)
         return [range(later.start), *(range(first, min(first + every, epochs)) for first in later)]
 
-    def steps_in_round(self, round: int) -> int:
-        return self.refresh.steps if round and self.refresh.steps else self.synthesis.steps
+    def steps_in_round(self, round_index: int) -> int:
+        """Optimiser steps for each image of a round."""
+        return self.refresh.steps if round_index and self.refresh.steps else self.synthesis.steps
 
     @property
     def most_steps(self) -> int:
-        """Of all rounds."""
-        return max(self.steps_in_round(round) for round in range(len(self.rounds)))
+        """The largest number of steps of any round."""
+        return max(self.steps_in_round(round_index) for round_index in range(len(self.rounds)))
 
-    def lr_in_round(self, round: int) -> float:
-        return self.refresh.lr if round and self.refresh.lr else self.synthesis.lr
+    def lr_in_round(self, round_index: int) -> float:
+        """Learning rate on the pixels in a round, at its first step."""
+        return self.refresh.lr if round_index and self.refresh.lr else self.synthesis.lr
 
 
 def load_recipe(source: str | Path = "quick", *overrides: str, bits: str | None = None) -> Recipe:
@@ -405,11 +445,30 @@ def recipe_from_dict(tree: Mapping[str, Any]) -> Recipe:
     return recipe
 
 
+def up_to_date(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored recipe (`to_dict`) as this version writes it: missing settings filled in, renamed values replaced.
+
+    Keys that this version does not know stay.
+    """
+    filled: dict[str, Any] = _filled(tree, to_dict(Recipe()), "")
+    return filled
+
+
 def to_toml(recipe: Recipe) -> str:
     """The effective recipe as a TOML file that loads to the same recipe."""
     lines: list[str] = ["# The effective recipe of this run: every setting, defaults included."]
     _write_table(lines, to_dict(recipe), path="")
     return "\n".join(lines) + "\n"
+
+
+def is_copy(text: str, recipe: Recipe) -> bool:
+    """Whether TOML text, of this version or an earlier one, is a copy of the recipe."""
+    if text == to_toml(recipe):
+        return True
+    try:
+        return recipe_from_dict(tomllib.loads(text)) == recipe
+    except (tomllib.TOMLDecodeError, RecipeError, RecursionError):
+        return False
 
 
 def describe_keys() -> Iterator[tuple[str, str, str]]:
@@ -443,7 +502,7 @@ def _layers(names: Iterable[str], seen: tuple[str, ...]) -> dict[str, dict[str, 
 
 
 def _read_tree(name: str) -> dict[str, Any]:
-    """What one recipe says itself."""
+    """The settings that one recipe sets itself, without those it extends."""
     shipped = shipped_recipes()
     if name in shipped:
         text = shipped[name]
@@ -452,7 +511,7 @@ def _read_tree(name: str) -> dict[str, Any]:
             raise RecipeError(f"recipe {name!r}: expected a folder of images after {_IMAGES}")
         try:
             folder = str(Path(name.removeprefix(_IMAGES)).expanduser().resolve())
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL character, a home that nobody has
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL character, an unknown user's home
             raise RecipeError(f"recipe {name!r}: expected a folder of images after {_IMAGES} ({error})") from error
         return {"synthesis": {"folder": folder, "steps": 0}, "refresh": {"every": 0}}
     elif name.endswith(".toml"):
@@ -504,28 +563,36 @@ def _build(cls: type, tree: Any, path: str) -> Any:
     if not isinstance(tree, Mapping):
         raise RecipeError(f"{path} is a table of settings, not {tree!r}")
     known = {f.name: f for f in dataclasses.fields(cls)}
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)
     for key in tree:
         if key not in known:
             raise RecipeError(f"{where}: {unknown('key', key, known)}")
-    values = {}
-    for key, value in tree.items():
-        dotted = f"{path}.{key}" if path else key
-        if dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(hints[key], value, dotted)
-        else:
-            values[key] = _check(value, hints[key], known[key], dotted)
-    return cls(**values)
+    return cls(**{key: _from_plain(value, hints[key], known[key], _join(path, key)) for key, value in tree.items()})
+
+
+def _from_plain(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
+    """Nested tables as dataclasses, and tables of weights with the defaults of what they leave out."""
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, dotted)  # type: ignore[arg-type]
+    if get_origin(hint) is dict and isinstance(value, Mapping):
+        return spec.default_factory() | value
+    if _is_list_of_tables(hint) and isinstance(value, list | tuple):
+        return tuple(_build(get_args(hint)[0], item, dotted) for item in value)
+    return value
 
 
 def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
+    """The value in the type of its field; RecipeError, with the key and what is allowed, if it does not fit."""
     limits = spec.metadata
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            raise RecipeError(f"{dotted}: expected a {hint.__name__}, got {value!r}")  # type: ignore[union-attr]
+        return value
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{dotted}: expected a table of name = weight, got {value!r}")
-        merged = spec.default_factory()
         keys = {name: f"{dotted}.{name}" for name in value}
-        return merged | {name: _within(_number(value[name], key), limits, key) for name, key in keys.items()}
+        return {name: _within(_number(value[name], key), limits, key) for name, key in keys.items()}
     if hint == tuple[str, ...]:  # a set of words, in the order of its choices; `--set` may join them by commas
         words = [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
@@ -534,10 +601,11 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
             if word not in limits["choices"]:
                 raise RecipeError(f"{dotted}: {unknown('value', word, limits['choices'])}")
         return tuple(choice for choice in limits["choices"] if choice in words)
-    if get_args(hint)[1:] == (...,):  # a list of tables
-        if not isinstance(value, (list, tuple)):
+    if _is_list_of_tables(hint):
+        table = get_args(hint)[0]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, table) for item in value):
             raise RecipeError(f"{dotted}: expected a list of tables, got {value!r}")
-        return tuple(_build(get_args(hint)[0], item, dotted) for item in value)
+        return tuple(value)
     if get_origin(hint) is tuple:
         wanted = len(get_args(hint))
         if not isinstance(value, (list, tuple)) or len(value) != wanted:
@@ -549,26 +617,53 @@ def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
     if hint is float:
         return _within(_number(value, dotted), limits, dotted)
     if hint is int:
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise RecipeError(f"{dotted}: expected a whole number, got {value!r}")
-        if value >= 1 << 31:
-            raise RecipeError(f"{dotted}: expected a whole number below {1 << 31}, got {value}")
-        return _within(value, limits, dotted)
+        number = int(value)
+        if number >= 1 << 31:
+            raise RecipeError(f"{dotted}: expected a whole number below {1 << 31}, got {number}")
+        return _within(number, limits, dotted)
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise RecipeError(f"{dotted}: expected a word, got {value!r}")
-    if limits["choices"] and str(value) not in limits["choices"]:
-        raise RecipeError(f"{dotted}: {unknown('value', str(value), limits['choices'])}")
-    return str(value)
+    word = _renamed(str(value), dotted)
+    if limits["choices"] and word not in limits["choices"]:
+        raise RecipeError(f"{dotted}: {unknown('value', word, limits['choices'])}")
+    return word
+
+
+@functools.cache
+def _type_hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _is_list_of_tables(hint: Any) -> bool:
+    return get_args(hint)[1:] == (...,) and dataclasses.is_dataclass(get_args(hint)[0])
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _renamed(value: Any, dotted: str) -> Any:
+    return _RENAMED_VALUES.get(dotted, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _filled(value: Any, default: Any, path: str) -> Any:
+    if not isinstance(value, Mapping) or not isinstance(default, Mapping):
+        return _renamed(value, path)
+    return {**default, **{key: _filled(item, default.get(key), _join(path, key)) for key, item in value.items()}}
 
 
 def _number(value: Any, dotted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
         raise RecipeError(f"{dotted}: expected a finite number, got {value!r}")
     return float(value)
 
 
 def _within(value: Any, limits: Mapping[str, Any], dotted: str) -> Any:
-    low, high = limits["low"], limits["high"]
+    low = limits["low"]
+    high = limits["high"]
     if (low is not None and value < low) or (high is not None and value > high):
         allowed = f"from {low} to {high}" if high is not None else f"at least {low}"
         raise RecipeError(f"{dotted}: expected a number {allowed}, got {value}")
@@ -577,13 +672,13 @@ def _within(value: Any, limits: Mapping[str, Any], dotted: str) -> Any:
 
 def _write_table(lines: list[str], tree: Mapping[str, Any], path: str) -> None:
     tables = {k: v for k, v in tree.items() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Mapping)}
-    leaves = {k: v for k, v in tree.items() if not isinstance(v, Mapping) and k not in tables}
-    if path and leaves:
+    values = {k: v for k, v in tree.items() if not isinstance(v, Mapping) and k not in tables}
+    if path and values:
         lines += ["", f"[{path}]"]
-    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in leaves.items()]
+    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in values.items()]
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            _write_table(lines, value, f"{path}.{key}" if path else key)
+            _write_table(lines, value, _join(path, key))
     for key, rows in tables.items():
         for row in rows:
             lines += ["", f"[[{path}.{key}]]", *(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in row.items())]
@@ -602,10 +697,10 @@ def _toml_value(value: Any) -> str:
 
 
 def _describe(cls: type, path: str) -> Iterator[tuple[str, str, str]]:
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)
     spec: Any
     for spec in dataclasses.fields(cls):
-        dotted = f"{path}.{spec.name}" if path else spec.name
+        dotted = _join(path, spec.name)
         if dataclasses.is_dataclass(hints[spec.name]):
             yield from _describe(hints[spec.name], dotted)  # type: ignore[arg-type]
             continue

@@ -1,6 +1,6 @@
-"""What a report needs of the models: predictions, attention, sites and sensitivity on some of the synthetic images.
+"""Collect what a report needs from the models: predictions, attention, sites and sensitivity on synthetic images.
 
-Collected once, when a run has ended and its models are at hand: the page can be made later, from the folder alone.
+This happens once, at the end of a run, while its models are in memory: later the folder alone is enough.
 """
 
 import math
@@ -75,12 +75,12 @@ _FORM = {
     "sensitivity?": [{"layer": str, "kl": float, "agreement": float}],
     "information?": {"*": {"value": float, "meaning": str}},
 }
-"""What the facts are, as far as a page computes with them. "x?" may be absent or null; a float may be null."""
+"""Schema of the facts that a page computes with. "x?" may be absent or null; a float may be null."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """`facts` are plain values, one entry for each part of the page; None is a part that could not be had.
+    """`facts` are plain values, one entry for each part of the page; None is a part that could not be computed.
 
     An image of label -1 was made for no class; P's confidence is then of the class that P itself predicts.
     """
@@ -97,17 +97,21 @@ def collect(
     models: Mapping[str, nn.Module],
     progress: Progress | None = None,
 ) -> Collected:
-    """All that a report says of the models.
+    """Collect all that a report shows of the models.
 
     Args:
         rounds: the first images of each round.
         models: `teacher` is P: without it there are no sizes, no predictions, no attention and no sensitivity.
             `searched` is Q before calibration. `student` is Q after it: without it there are no sites.
     """
-    began, progress = time.monotonic(), progress or Progress()
-    teacher, searched, student = (models.get(name) for name in ("teacher", "searched", "student"))
-    if not recipe.most_steps:  # noise, or real images: whatever their labels say, they were made for no class
-        rounds = {round: replace(images, labels=torch.full_like(images.labels, -1)) for round, images in rounds.items()}
+    began = time.monotonic()
+    progress = progress or Progress()
+    teacher, ptq, student = (models.get(name) for name in ("teacher", "searched", "student"))
+    if not recipe.most_steps:  # noise, dead leaves or real images: they have no target class
+        rounds = {
+            round_index: replace(images, labels=torch.full_like(images.labels, -1))
+            for round_index, images in rounds.items()
+        }
     images = rounds[max(rounds)]
     facts: Facts = dict.fromkeys(("model", "attention", "sites", "sizes", "sensitivity", "information"))
     facts["images"], tensors = _pictures(rounds)
@@ -118,12 +122,12 @@ def collect(
         facts["sizes"] = [
             vars(row) for row in inspect_model(teacher, recipe, plan_of(student) if student is not None else None).rows
         ]
-    if teacher is not None and searched is not None and student is not None:
+    if teacher is not None and ptq is not None and student is not None:
         progress.stage("measure layers for the report", passes(student, len(images)))
         seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
-        facts["sensitivity"] = _sensitivity(searched, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
+        facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
         if geometry(teacher).classes:
             facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
         tensors |= maps
@@ -132,16 +136,18 @@ def collect(
 
 
 def passes(student: nn.Module, images: int) -> int:
-    """Images that pass a model: all by three of them, and the probes once for each quantized layer."""
+    """Number of forward passes: all images through three models, and the probes once per quantized layer."""
     layers = sum(isinstance(module, QuantWeightMixin | QuantMatmul) for module in student.modules())
     return 3 * min(SAMPLED, images) + (1 + layers) * min(PROBES, images)
 
 
 @torch.no_grad()
 def seconds_per_pass(student: nn.Module) -> float:
-    """Seconds that one image takes to pass the student, from a few."""
-    device, facts, few = next(student.parameters()).device, geometry(student), 4
-    images = torch.zeros(few, facts.channels, *facts.image_size, device=device)
+    """Seconds of a forward pass of the student per image, measured on a few images."""
+    device = next(student.parameters()).device
+    spec = geometry(student)
+    few = 4
+    images = torch.zeros(few, spec.channels, *spec.image_size, device=device)
     with frozen(student):
         for _ in range(2):  # the first pass sets up
             began = time.monotonic()
@@ -150,7 +156,7 @@ def seconds_per_pass(student: nn.Module) -> float:
 
 
 def write(folder: str | Path, collected: Collected) -> None:
-    """Into the run folder; the facts last, as they say that the tensors are there, and which model they are of."""
+    """Write to the run folder; the facts last, as their presence means that the tensors are complete."""
     files.write_tensors(Path(folder) / TENSORS_FILE, collected.tensors)
     saved = {"saved": saved_digest(Path(folder) / QUANTIZED)}
     files.write_json_atomic(Path(folder) / FACTS_FILE, collected.facts | saved)
@@ -160,7 +166,8 @@ def read(run: RunFolder) -> Collected | None:
     """What `write` put there; None where nothing was collected yet of the model that is in the folder now."""
     if not run.path(FACTS_FILE).exists() or not run.path(TENSORS_FILE).exists():
         return None
-    facts, remedy = run.read_json(FACTS_FILE), "delete it, and `maskaq report` collects it anew"
+    facts = run.read_json(FACTS_FILE)
+    remedy = "delete it, and `maskaq report` collects it again"
     if not isinstance(facts, dict) or facts.get("format") != FORMAT or not isinstance(facts.get("images"), dict):
         raise RunFolderError(f"{run.path(FACTS_FILE)} is damaged (no images, or not format {FORMAT}): {remedy}")
     if wrong := files.misfit(facts, _FORM):
@@ -170,21 +177,21 @@ def read(run: RunFolder) -> Collected | None:
     return Collected(facts, files.read_tensors(run.path(TENSORS_FILE), remedy)[0])
 
 
-def _first_of(run: RunFolder, round: int, count: int) -> SyntheticSet | None:
+def _first_of(run: RunFolder, round_index: int, count: int) -> SyntheticSet | None:
     """The images of a round with the smallest numbers, from as few shards as hold them; None where there are none."""
     found: list[SyntheticSet] = []
-    for shard in run.shards(round):
+    for shard in run.shards(round_index):
         if sum(map(len, found)) < count:
-            found.append(load_images(run, round, shard))
+            found.append(load_images(run, round_index, shard))
     return SyntheticSet.concatenate(found)[:count] if found else None
 
 
 def images_of_rounds(run: RunFolder, recipe: Recipe) -> dict[int, SyntheticSet]:
     """Round -> its first images: many of the latest, which everything is measured on, few of those before."""
-    there = [round for round in range(len(recipe.rounds)) if run.shards(round)]
-    counts = {round: SAMPLED if round == there[-1] else CHOSEN for round in there}
-    found = {round: _first_of(run, round, count) for round, count in counts.items()}
-    return {round: images for round, images in found.items() if images is not None and len(images)}
+    there = [round_index for round_index in range(len(recipe.rounds)) if run.shards(round_index)]
+    counts = {round_index: SAMPLED if round_index == there[-1] else CHOSEN for round_index in there}
+    found = {round_index: _first_of(run, round_index, count) for round_index, count in counts.items()}
+    return {round_index: images for round_index, images in found.items() if images is not None and len(images)}
 
 
 # ---- images
@@ -197,11 +204,11 @@ def _pictures(rounds: Mapping[int, SyntheticSet]) -> tuple[Facts, dict[str, Tens
     numbers = shown.indices[:CHOSEN]
     tensors = {"images": thumbnails(shown.images, _SIDE), "chosen": shown.images[:CHOSEN]}
     earlier = []
-    for round in spread(sorted(rounds), _ROUNDS):
-        images = rounds[round]
+    for round_index in spread(sorted(rounds), _ROUNDS):
+        images = rounds[round_index]
         row, column = (numbers[:, None] == images.indices).nonzero(as_tuple=True)  # one may have been lost
-        tensors[f"round_{round:02}"] = thumbnails(images.images[column], SMALL_SIDE)
-        earlier.append({"round": round, "places": row.tolist()})
+        tensors[f"round_{round_index:02}"] = thumbnails(images.images[column], SMALL_SIDE)
+        earlier.append({"round": round_index, "places": row.tolist()})
     listed = [
         {"number": number, "label": label}
         for number, label in zip(shown.indices.tolist(), shown.labels.tolist(), strict=True)
@@ -225,12 +232,12 @@ def spread(items: Sequence[int], count: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-# ---- what the models say and attend to
+# ---- predictions and attention
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a model made of n images."""
+    """Outputs and attention of a model for n images."""
 
     outputs: Tensor
     """(n, C) logits or features."""
@@ -240,32 +247,32 @@ class Seen:
 
 def _look(model: nn.Module, images: SyntheticSet, progress: Progress) -> Seen:
     device = next(model.parameters()).device
-    facts = geometry(model).to(device)
+    spec = geometry(model).to(device)
     outputs: list[Tensor] = []
     received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
     with frozen(model), taps(model, "scores_received", "probs_received") as seen:
         for part in images.images.split(_BATCH):
-            outputs.append(model(facts.normalise(to_pixels(part.to(device)))).float().cpu())
+            outputs.append(model(spec.normalise(to_pixels(part.to(device)))).float().cpu())
             for kind, batches in received.items():
-                batches.append([rows.cpu() for rows in facts.patch_attention(seen[f"{kind}_received"])])
+                batches.append([rows.cpu() for rows in spec.patch_attention(seen[f"{kind}_received"])])
             progress.advance(len(part))
     joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
     return Seen(torch.cat(outputs), joined)
 
 
 def _model(teacher: nn.Module) -> Facts:
-    facts = geometry(teacher)
+    spec = geometry(teacher)
     return {
         "class": type(teacher).__name__,
         "parameters": sum(p.numel() for p in teacher.parameters()),
-        "image_size": list(facts.image_size),
-        "classes": facts.classes,
-        "task": facts.task,
+        "image_size": list(spec.image_size),
+        "classes": spec.classes,
+        "task": spec.task,
     }
 
 
 def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, names: list[str]) -> None:
-    """What both models say of the images, beside them: the task knows what that is."""
+    """Add the predictions of both models to the entries of the images, as the task describes them."""
     p, q = seen["teacher"].outputs, seen["student"].outputs
     agreement = {name: task.agreement(p, seen[name].outputs).mean().item() for name in seen}
     pictures |= {"sampled": len(p), "agreement": agreement}
@@ -278,17 +285,18 @@ def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, name
 def _attention(
     recipe: Recipe,
     seed: int,
-    round: int,
+    round_index: int,
     images: SyntheticSet,
     teacher: nn.Module,
     student: nn.Module,
     seen: Mapping[str, Seen],
 ) -> tuple[Facts, dict[str, Tensor]]:
     """Maps of the chosen images, their masks, and the distance between P and Q layer by layer."""
-    layers, kind = geometry(teacher).layers, recipe.synthesis.map
+    layers = geometry(teacher).layers
+    kind = recipe.synthesis.map
     chosen = images[:CHOSEN]
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
-    regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round)
+    regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round_index)
     tensors: dict[str, Tensor] = {}
     for i in range(len(layers)):
         maps = torch.stack([seen[name].received[kind][i][: len(chosen)] for name in seen])  # (models, images, N)
@@ -366,22 +374,23 @@ def _site(quantizer: Quantizer, x: Tensor) -> Facts:
     }
 
 
-def _sensitivity(searched: nn.Module, images: SyntheticSet, expected: Tensor, progress: Progress) -> list[Facts]:
+def _sensitivity(ptq: nn.Module, images: SyntheticSet, expected: Tensor, progress: Progress) -> list[Facts]:
     """What quantizing one layer alone, weights and inputs, does to the teacher's outputs; the whole model first."""
-    task = task_of(searched)
-    device = next(searched.parameters()).device
-    pixels = geometry(searched).to(device).normalise(to_pixels(images.images.to(device)))
+    task = task_of(ptq)
+    device = next(ptq.parameters()).device
+    pixels = geometry(ptq).to(device).normalise(to_pixels(images.images.to(device)))
 
     def row(name: str) -> Facts:
-        found = searched(pixels).float().cpu()
-        distance, agreement = task.distance(expected, found).mean(), task.agreement(expected, found).mean()
+        found = ptq(pixels).float().cpu()
+        distance = task.distance(expected, found).mean()
+        agreement = task.agreement(expected, found).mean()
         progress.advance(len(pixels))
         return {"layer": name, "kl": max(0.0, distance.item()), "agreement": agreement.item()}
 
     rows = [row("all")]
-    with _in_float(searched) as layers:
+    with _in_float(ptq) as layers:
         for name, slots in layers.items():
-            module = searched.get_submodule(name)
+            module = ptq.get_submodule(name)
             for slot, quantizer in slots.items():
                 setattr(module, slot, quantizer)
             rows.append(row(name))
@@ -412,7 +421,7 @@ def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
 def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:
     """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and attention on the sampled images.
 
-    The informative region is told by the attention that the patches of the teacher's last layer receive.
+    The informative region is given by the attention that the patches of the teacher's last layer receive.
     """
     known = labels.cpu() if (labels >= 0).all() else None
     regions = teacher.received["probs"][-1]

@@ -94,31 +94,29 @@ def information(labels: Tensor, probs: Tensor) -> Estimate:
 
     Labels are dealt out, not drawn: p(y) is known, and what varies are the rows of one label.
     """
-    rows, n = probs.detach().cpu().double(), len(probs)
-    table, squares = joint(labels, rows), joint(labels, rows.square())
-    p_y, p_z = table.sum(1, keepdim=True), table.sum(0)
+    rows = probs.detach().cpu().double()
+    n = len(probs)
+    table = joint(labels, rows)
+    squares = joint(labels, rows.square())
+    p_y = table.sum(1, keepdim=True)
+    p_z = table.sum(0)
     spread = (squares - table.square() / p_y).clamp(min=0)  # p(y) Var(z | y), from all n_y rows of a label;
     spread = spread * p_y / (p_y - 1 / n).clamp(min=1 / n)  # from n_y - 1, as their mean is theirs too
-    plug_in, lost = mutual_information(table), _ratio(spread.sum(0), p_z) - _ratio(spread, table)
+    plug_in = mutual_information(table)
+    lost = _ratio(spread.sum(0), p_z) - _ratio(spread, table)
     return Estimate(plug_in, plug_in + lost / (2 * n), n)
-
-
-def plug_in_information(a: Tensor, b: Tensor) -> Estimate:
-    """I(a; b) of n drawn pairs of two discrete variables; the correction is Miller and Madow's."""
-    table = joint(a, F.one_hot(b.cpu().unique(return_inverse=True)[1]))
-    plug_in, cells = mutual_information(table), int((table > 0).sum())
-    return Estimate(plug_in, plug_in + (table.shape[0] + table.shape[1] - cells - 1) / (2 * len(a)), len(a))
 
 
 def prediction_information(probs: Tensor) -> Estimate:
     """I(x; z) = H(mean row) - mean H(row): what a prediction tells about its image (Eq. 17). At most log n."""
-    rows, n = probs.detach().cpu().double(), len(probs)
+    rows = probs.detach().cpu().double()
+    n = len(probs)
     plug_in = entropy(rows.mean(0)) - entropy(rows) / n
     return Estimate(plug_in, plug_in + _ratio(rows.var(0, correction=0), rows.mean(0)) / (2 * n), n)
 
 
 def chance_information(labels: Tensor, probs: Tensor, seed: int = 0, draws: int = 5) -> float:
-    """The plug-in I(z; y) when labels are shuffled, mean of some draws: what is found where there is nothing."""
+    """The plug-in I(z; y) with shuffled labels, mean of some draws: the value for independent variables."""
     orders = [randomness.permutation(seed, draw, len(labels)) for draw in range(draws)]
     return sum(mutual_information(joint(labels.cpu()[order], probs)) for order in orders) / draws
 
@@ -141,16 +139,20 @@ def cluster(features: Tensor, k: int, seed: int = 0, starts: int = 8, steps: int
     if k < 1 or not rows.isfinite().all():
         raise ValueError(f"clusters are of finite features and at least one: got k = {k}")
     weights = counts.double()
-    lots = randomness.uniform(randomness.fold(randomness.image_keys(seed, torch.arange(starts)), "cluster"), k).double()
-    best, least = torch.zeros(len(rows), dtype=torch.int64), math.inf
-    for lot in lots:
-        centres = _spread(rows, weights, min(k, len(rows)), lot)
+    draws = randomness.uniform(
+        randomness.fold(randomness.image_keys(seed, torch.arange(starts)), "cluster"), k
+    ).double()
+    best = torch.zeros(len(rows), dtype=torch.int64)
+    least = math.inf
+    for draw in draws:
+        centres = _spread(rows, weights, min(k, len(rows)), draw)
         nearest = _distances(rows, centres).argmin(1)
         for _ in range(steps):
             mass = torch.zeros(len(centres), dtype=torch.float64).index_add_(0, nearest, weights)
             sums = torch.zeros_like(centres).index_add_(0, nearest, rows * weights[:, None])
             centres = torch.where(mass[:, None] > 0, sums / mass[:, None], centres)  # an empty one stays
-            before, nearest = nearest, _distances(rows, centres).argmin(1)
+            before = nearest
+            nearest = _distances(rows, centres).argmin(1)
             if torch.equal(before, nearest):
                 break
         cost = float((weights * (rows - centres[nearest]).square().sum(1)).sum())
@@ -159,13 +161,13 @@ def cluster(features: Tensor, k: int, seed: int = 0, starts: int = 8, steps: int
     return best.unique(return_inverse=True)[1][place]
 
 
-def _spread(rows: Tensor, weights: Tensor, k: int, lots: Tensor) -> Tensor:
+def _spread(rows: Tensor, weights: Tensor, k: int, draws: Tensor) -> Tensor:
     """k-means++: each centre is drawn with probability proportional to the squared distance from those before."""
     chosen: list[int] = []
     distance = torch.ones_like(weights)
-    for lot in lots[:k]:
+    for draw in draws[:k]:
         mass = (weights * distance).cumsum(0)
-        chosen.append(min(int(torch.searchsorted(mass, lot * mass[-1], right=True)), len(rows) - 1))
+        chosen.append(min(int(torch.searchsorted(mass, draw * mass[-1], right=True)), len(rows) - 1))
         distance = _distances(rows, rows[chosen]).amin(1)
     return rows[chosen]
 
@@ -279,7 +281,8 @@ def information_report(
     eps = max(eps_joint, eps_conditional)
     eps_direct = total_variation(joint(labels, q), joint(labels, p))
     eps_image = 0.5 * float((p - q).abs().sum()) / n
-    bound, direct = delta_r(eps, *sizes), direct_bound(eps_direct, classes)
+    bound = delta_r(eps, *sizes)
+    direct = direct_bound(eps_direct, classes)
     useful = vacuous_from(lambda e: delta_r(e, *sizes), limit)
 
     def estimated(what: str, value: Estimate, chance: float) -> Figure:
@@ -341,7 +344,8 @@ def information_report(
 
 def _unlabelled(p: Tensor, q: Tensor, a: Tensor) -> dict[str, Figure]:
     """The same report of images without labels."""
-    n, unknown = len(p), "needs labels, and these images have none."
+    n = len(p)
+    unknown = "needs labels, and these images have none."
     p_joint, q_joint = joint(a, p), joint(a, q)
     x_teacher, x_student = prediction_information(p), prediction_information(q)
     eps_image = 0.5 * float((p - q).abs().sum()) / n

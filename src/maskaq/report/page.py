@@ -51,17 +51,17 @@ def html(records: Sequence[Record]) -> str:
 
 
 MADE_BY = "made by maskaq report"
-"""In a comment that Markdown begins with, and the page after its doctype: such a file may be written anew."""
+"""In a comment that Markdown begins with, and the page after its doctype: such a file may be overwritten."""
 _OURS = re.compile(rf"(<!DOCTYPE html>\n)?<!-- {MADE_BY} -->\n".encode())
 _OURS_0_1_0 = re.compile(
     '<!DOCTYPE html>\n<html lang="en">\n<head>\n(<meta [^>]*>\n)*<title>[^<]* \N{MIDDLE DOT} maskaq</title>\n'.encode()
 )
 UNUSABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, jinja2.TemplateError)
-"""What a page raises for records that somebody edited."""
+"""Errors that a page may raise for records that were edited by hand."""
 
 
 def is_ours(file: bytes) -> bool:
-    """Whether a file that begins so is a page or a Markdown file of an earlier report; one that speaks of it is not."""
+    """Whether a file with this beginning was written by `maskaq report`; a mention of the marker is not enough."""
     return bool(_OURS.match(file) or _OURS_0_1_0.match(file))
 
 
@@ -121,23 +121,24 @@ def _all_charts(context: Mapping[str, Any]) -> list["charts.Chart"]:
     return [*stages, *context["distances"], *filter(None, context["layers"].values())]
 
 
-# ---- what is said in words and tables
+# ---- text and tables
 
 
 def lead(record: Record) -> str:
-    """What was calibrated on, in a sentence."""
+    """A sentence about the images that the model was calibrated on."""
     images, folder = record.recipe.synthesis.images, record.recipe.synthesis.folder
     return {
-        "synthetic": f"made from {images} images that the model dreamt up itself: no image of anybody's data was used.",
-        "noise": f"made from {images} images of Gaussian noise: no image of anybody's data was used.",
-        "leaves": f"made from {images} images of random shapes: no image of anybody's data was used.",
+        "synthetic": f"made from {images} images synthesised from the model itself: no real image was used.",
+        "noise": f"made from {images} images of Gaussian noise: no real image was used.",
+        "dead_leaves": f"made from {images} images of random shapes (dead leaves): no real image was used.",
         "real": f"calibrated on {images} REAL images of {folder}: a ceiling for the method, NOT data-free.",
     }[record.kind]
 
 
 def _recovered(record: Record) -> float | None:
-    """Share of what rounding to nearest loses that maskaq recovers."""
-    rows, headline = record.accuracy, record.task.headline
+    """Share of the accuracy lost by round to nearest that maskaq recovers."""
+    rows = record.accuracy
+    headline = record.task.headline
     full, rtn, ours = (rows.get(name, {}).get(headline) for name in (FULL_PRECISION, RTN, CALIBRATED))
     if full is None or rtn is None or ours is None:
         return None
@@ -177,7 +178,7 @@ def figure(value: float | None, format: str = ".3g") -> str:
 
 
 def cell(value: Any) -> str:
-    """A setting as one writes it."""
+    """A setting as text."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(cell(item) for item in value) + "]"
     return f"{value:g}" if isinstance(value, float) else "-" if value in (None, "") else str(value)
@@ -197,7 +198,7 @@ def code(text: Any) -> "Markup":
 
 
 def block(text: Any) -> "Markup":
-    """Code in lines of its own."""
+    """A code block of Markdown."""
     plain = str(text)
     return Markup(
         f"```\n{plain}\n```" if _is_one_line(plain) and not set(plain) & set("`<") else f"<pre>{_text(plain)}</pre>"
@@ -221,7 +222,8 @@ def _text(text: Any) -> str:
 def data_uri(image: Tensor) -> str:
     """(C, H, W) uint8 -> an image inside the page: exact where it is small, WebP where it is not."""
     channels = image[:3] if len(image) >= 3 else image[:1].expand(3, -1, -1)  # no screen shows more than three
-    picture, file = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy()), io.BytesIO()
+    picture = Image.fromarray(channels.permute(1, 2, 0).contiguous().numpy())
+    file = io.BytesIO()
     exact = max(image.shape[-2:]) <= _LOSSLESS_SIDE
     picture.save(file, *(("PNG",) if exact else ("WEBP",)), **({"optimize": True} if exact else {"quality": 75}))
     kind = "png" if exact else "webp"
@@ -233,14 +235,14 @@ def _name(record: Record, label: int) -> str:
 
 
 def _known_as(record: Record, picture: Mapping[str, Any]) -> str:
-    """The class an image was made for; one that was made for none goes by what P says, if that is known."""
+    """Name of an image's target class; without a target, of the class that P predicts, if known."""
     if picture["label"] >= 0:
         return _name(record, picture["label"])
     return f"P says {_name(record, picture['teacher'])}" if "teacher" in picture else f"image {picture['number']}"
 
 
 def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
-    """The images with their labels, what the teacher thinks of them and whether the student thinks the same."""
+    """The images with their labels and the predictions of teacher and student."""
     pictures = record.facts["images"]["shown"]
     if runs > 1:
         pictures = pictures[:8]
@@ -270,21 +272,22 @@ def _trajectories(record: Record) -> list[dict[str, Any]]:
     """One image from its start to final, and over the refreshes."""
     trajectories = []
     shown = {picture["number"]: picture for picture in record.facts["images"]["shown"]}
-    for round in spread(sorted(record.trajectories), _TRAJECTORIES):
-        trajectory = record.trajectories[round]
+    for round_index in spread(sorted(record.trajectories), _TRAJECTORIES):
+        trajectory = record.trajectories[round_index]
         images = thumbnails(trajectory.images, SMALL_SIDE)
         frames = [{"src": data_uri(image), "step": step} for image, step in zip(images, trajectory.steps, strict=True)]
         known = shown.get(trajectory.number)
         whose = f"image #{trajectory.number}" + (
             f" of the grid: {_known_as(record, known)}" if known else ", not in the grid"
         )
-        trajectories.append({"round": round + 1, "whose": whose, "frames": frames})
+        trajectories.append({"round": round_index + 1, "whose": whose, "frames": frames})
     return trajectories
 
 
 def _maps(record: Record) -> dict[str, Any] | None:
-    """What the page draws attention from: bytes of the maps and masks, and the images below them."""
-    facts, tensors = record.facts.get("attention"), record.collected.tensors
+    """Data for the attention viewer: maps and masks as bytes, and the images below them."""
+    facts = record.facts.get("attention")
+    tensors = record.collected.tensors
     if facts is None:
         return None
     shown = record.facts["images"]["shown"]

@@ -1,4 +1,4 @@
-"""What a run folder says of its run, in plain values: figures, curves, images. Needs no model."""
+"""Read a run folder for its report: figures, curves, images, in plain values. Needs no model."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Record:
-    """One run, as a page tells it."""
+    """One run, as the report shows it."""
 
     run: RunFolder
     collected: Collected
@@ -48,9 +48,9 @@ class Record:
 
     @property
     def kind(self) -> str:
-        """What its images are."""
-        made = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
-        return made if self.recipe.data_free else "real"
+        """Kind of its images: synthetic, noise, dead_leaves or real."""
+        kind = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
+        return kind if self.recipe.data_free else "real"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -77,11 +77,12 @@ class Record:
 
     @property
     def command(self) -> str:
-        """What makes the run again."""
+        """The command that repeats the run."""
         source = self.run.source or {}
         if source.get("command"):
             return str(source["command"])
-        bits, seed = self.recipe.quantization.bits, self.run.identity["seed"]
+        bits = self.recipe.quantization.bits
+        seed = self.run.identity["seed"]
         if source.get("name"):
             recipe = shlex.quote(str(self.run.path("recipe.toml")))
             return f"maskaq quantize {shlex.quote(self.model)} --recipe {recipe} --bits {bits} --seed {seed}"
@@ -98,9 +99,9 @@ class Record:
 
     @property
     def task(self) -> Task:
-        """What the model is for; a run of 0.1, which does not tell, is of a classifier."""
-        told = self.run.facts.get("task")
-        return TASKS.get(told if isinstance(told, str) else "", TASKS["classification"])
+        """The task of the model; runs of 0.1 do not record it and are classifiers."""
+        recorded = self.run.facts.get("task")
+        return TASKS.get(recorded if isinstance(recorded, str) else "", TASKS["classification"])
 
     @property
     def accuracy(self) -> dict[str, dict[str, float]]:
@@ -109,7 +110,7 @@ class Record:
 
     @property
     def bytes(self) -> tuple[int, int] | None:
-        """Of all weights, in float32 and packed at their bits."""
+        """Bytes of all weights, in float32 and packed at their bits."""
         rows = self.facts.get("sizes")
         if not rows:
             return None
@@ -123,12 +124,12 @@ class Record:
 
     @property
     def handover(self) -> str:
-        """What has to be said if calibration made the model worse; mostly nothing."""
-        told = _object(_object(self._saved.get("made")).get("handover"))
+        """A message if calibration made the model worse, else an empty string."""
+        recorded = _object(_object(self._saved.get("made")).get("handover"))
         try:
             names = {field.name for field in fields(Handover)} - {"seconds", "distance"}
-            found = Handover(**{name: told[name] for name in names}, seconds=0.0)
-            found = replace(found, distance=str(told.get("distance", found.distance)))
+            found = Handover(**{name: recorded[name] for name in names}, seconds=0.0)
+            found = replace(found, distance=str(recorded.get("distance", found.distance)))
             return f"{found}. {WHICH[found.kept]}" if found.end_is_worse else ""
         except (KeyError, TypeError, ValueError):  # none, or not as a run writes it
             return ""
@@ -146,13 +147,13 @@ class Record:
     def trajectories(self) -> dict[int, Trajectory]:
         """Round -> snapshots of one image's optimisation."""
         found = {}
-        for round in range(len(self.recipe.rounds)):
-            path = self.run.path(TRAJECTORY_FILE.format(round=round))
+        for round_index in range(len(self.recipe.rounds)):
+            path = self.run.path(TRAJECTORY_FILE.format(round=round_index))
             if path.exists():
                 tensors, words = files.read_tensors(path, "delete it: the report does without it")
-                if "number" in words:  # else nobody knows whose way it is
+                if "number" in words:  # else it is unknown which image it is
                     steps = [int(step) for step in words["steps"].split()]
-                    found[round] = Trajectory(int(words["number"]), tensors["images"], steps)
+                    found[round_index] = Trajectory(int(words["number"]), tensors["images"], steps)
         return found
 
     # ---- curves
@@ -167,7 +168,7 @@ class Record:
 
     @property
     def seconds(self) -> dict[str, float | None]:
-        """Of each stage and in all; None where the events are not there any more."""
+        """Seconds of each stage and in total; None if the events are missing."""
         shards, epochs = self._events
         named = {"synthesis": [*shards.values()], "calibration": [*epochs.values()]}
         named["all"] = [*shards.values(), *epochs.values()]
@@ -180,11 +181,11 @@ class Record:
         """Each loss term over the steps of all rounds, averaged over the shards."""
         sums: dict[str, dict[int, list[float]]] = {}
         offsets = self._offsets()
-        for (round, _), event in self._events[0].items():
+        for (round_index, _), event in self._events[0].items():
             for point in event.get("curves", ()):
                 for term, value in point.items():
                     if term != "step":
-                        at = sums.setdefault(term, {}).setdefault(offsets[round] + point["step"], [])
+                        at = sums.setdefault(term, {}).setdefault(offsets[round_index] + point["step"], [])
                         at.append(value)
         return {
             term: Curve(sorted(points), [sum(points[x]) / len(points[x]) for x in sorted(points)], self._marks(offsets))
@@ -194,12 +195,14 @@ class Record:
     @property
     def synthesis_rate(self) -> Curve:
         """The learning rate on the pixels, from the recipe."""
-        config, offsets, curve = self.recipe.synthesis, self._offsets(), Curve([], [], self._marks(self._offsets()))
-        for round in sorted({round for round, _ in self._events[0]}):
-            steps = self.recipe.steps_in_round(round)
+        config = self.recipe.synthesis
+        offsets = self._offsets()
+        curve = Curve([], [], self._marks(self._offsets()))
+        for round_index in sorted({round_index for round_index, _ in self._events[0]}):
+            steps = self.recipe.steps_in_round(round_index)
             for step in sorted({i * (steps - 1) // 99 for i in range(100) if steps}):
-                curve.x.append(offsets[round] + step)
-                curve.y.append(self.recipe.lr_in_round(round) * cosine(step / steps, config.lr_final))
+                curve.x.append(offsets[round_index] + step)
+                curve.y.append(self.recipe.lr_in_round(round_index) * cosine(step / steps, config.lr_final))
         return curve
 
     @cached_property
@@ -221,11 +224,11 @@ class Record:
     def _offsets(self) -> dict[int, int]:
         """First step of each round, counted over all rounds."""
         rounds = range(len(self.recipe.rounds))
-        return {round: sum(self.recipe.steps_in_round(r) for r in range(round)) for round in rounds}
+        return {round_index: sum(self.recipe.steps_in_round(r) for r in range(round_index)) for round_index in rounds}
 
     def _marks(self, offsets: Mapping[int, int]) -> list[float]:
-        there = {round for round, _ in self._events[0]}
-        return [float(offset) for round, offset in offsets.items() if round and round in there]
+        there = {round_index for round_index, _ in self._events[0]}
+        return [float(offset) for round_index, offset in offsets.items() if round_index and round_index in there]
 
 
 def _object(value: Any) -> dict[str, Any]:

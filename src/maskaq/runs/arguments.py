@@ -1,4 +1,4 @@
-"""What `quantize` is asked, checked before any work: its arguments, and what makes a run this run."""
+"""Arguments of `quantize`, checked before any work, and the identity of a run."""
 
 import operator
 from numbers import Real
@@ -12,11 +12,11 @@ from maskaq.errors import ModelError, RecipeError, RunFolderError
 from maskaq.images.stored import state_digest
 from maskaq.models import data_config
 from maskaq.progress import Progress
-from maskaq.recipe.schema import Recipe, to_dict
+from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """What makes a run this run: another of these is another folder."""
+    """The identity of a run: a run with another identity needs another folder."""
     weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
     images = data_config(model)
     preparation = {
@@ -25,6 +25,12 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
         "std": list(images["std"]),
     }
     return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
+
+
+def up_to_date_identity(stored: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run of any version as this version would write it."""
+    recipe = stored.get("recipe")
+    return {**stored, "recipe": up_to_date(recipe)} if isinstance(recipe, dict) else stored
 
 
 def whole_number(seed: Any) -> int:

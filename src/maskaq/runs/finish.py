@@ -12,12 +12,10 @@ from maskaq.calibrate import handover
 from maskaq.calibrate.handover import WHICH
 from maskaq.errors import MaskaqError, PretrainedError
 from maskaq.progress import Progress
-from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
+from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
+from maskaq.runs.arguments import up_to_date_identity
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
-
-DEFAULTS = {"recipe": to_dict(Recipe())}
-"""What holds for settings that the recipe of an older run does not have."""
 
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:
@@ -27,7 +25,7 @@ def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | Non
     """
     if not os.path.exists(os.path.join(folder, "run.json")):
         return False
-    RunFolder.check(folder, identity, DEFAULTS)
+    RunFolder.check(folder, identity, up_to_date_identity)
     run = RunFolder.read(folder)
     try:
         config = pretrained.read_config(run.path(QUANTIZED), sound=True)
@@ -54,8 +52,9 @@ def hand_over(
     keep: str,
     progress: Progress,
 ) -> nn.Module:
-    """Save the calibrated student, or the start of calibration if that is the better model; gives what was saved."""
-    recipe, seed = recipe_from_dict(run.identity["recipe"]), run.identity["seed"]
+    """Save the calibrated student, or the start of calibration if that is the better model; returns what was saved."""
+    recipe = recipe_from_dict(run.identity["recipe"])
+    seed = run.identity["seed"]
     found = None
     if recipe.epochs:
         found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep, progress=progress)
@@ -86,7 +85,7 @@ def save_model(
 def collect_report(
     run: RunFolder, recipe: Recipe, seed: int, models: Mapping[str, nn.Module], progress: Progress
 ) -> None:
-    """Keep what a report of the run needs of its models, while they are at hand. Its failure is not the run's."""
+    """Collect what the report needs from the models, while they are in memory. A failure does not fail the run."""
     try:
         collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, progress)
         collect.write(run.root, collected)

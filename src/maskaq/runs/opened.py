@@ -50,12 +50,12 @@ class OpenedRun:
     """The teacher in the common form, where the caller has it and knows it for the run's: it is not loaded again."""
 
     def load_teacher(self) -> nn.Module:
-        """The full-precision model that the source names, whatever its weights are now."""
+        """The full-precision model that the source names, without a check of its weights."""
         source = self.source
         return load_model(source["name"], source["checkpoint"], source["args"], source.get("mean"), source.get("std"))
 
     def teacher(self) -> nn.Module:
-        """The full-precision model, from where the run took it; refused if its weights are others now."""
+        """The full-precision model, loaded from its source; CheckpointError if its weights have changed."""
         return self._teacher
 
     @cached_property
@@ -74,12 +74,12 @@ class OpenedRun:
                 f"{self.folder} was made; give the run the file it was made from"
             )
 
-    def nearest(self) -> nn.Module:
-        """Round to nearest at the same bits: the teacher's weights, the smallest and largest values as ranges."""
+    def rtn(self) -> nn.Module:
+        """The round-to-nearest baseline at the same bits: the teacher's weights, min-max ranges."""
         return self._uncalibrated(self.plan().with_range("minmax"))
 
-    def searched(self) -> nn.Module:
-        """Where calibration starts: round to nearest with the ranges that the recipe's methods find."""
+    def ptq(self) -> nn.Module:
+        """The baseline with searched ranges, where calibration starts: round to nearest, the recipe's range methods."""
         return self._uncalibrated(self.plan())
 
     def plan(self) -> QuantPlan:
@@ -89,7 +89,8 @@ class OpenedRun:
     @own_torch_modes()
     def _uncalibrated(self, plan: QuantPlan) -> nn.Module:
         """The student as it was before calibration: ranges from the first images of the first round."""
-        teacher, run = self.teacher(), RunFolder.read(self.folder)
+        teacher = self.teacher()
+        run = RunFolder.read(self.folder)
         scheme = self.recipe.quantization
         student = quantized_twin(teacher, scheme, plan)
         images = first_images(run, scheme.range_images)
@@ -104,9 +105,9 @@ class OpenedRun:
     def handed_over(self) -> nn.Module:
         """What `calibrated` was made from, with its quantizers: the student, or the start if that was better."""
         path = RunFolder.read(self.folder).path(QUANTIZED)
-        told = read_config(path)["made"].get("handover") if path.exists() else None
-        is_start = isinstance(told, dict) and told.get("kept") == "start"
-        return self.searched() if is_start else self.student()
+        recorded = read_config(path)["made"].get("handover") if path.exists() else None
+        is_start = isinstance(recorded, dict) and recorded.get("kept") == "start"
+        return self.ptq() if is_start else self.student()
 
     @own_torch_modes()
     def student(self) -> nn.Module:
@@ -131,7 +132,7 @@ class OpenedRun:
 
 @own_torch_modes()
 def handed_over_model(folder: str | Path) -> nn.Module:
-    """The saved model of a finished run, found to be the run's own."""
+    """The saved model of a finished run, verified to belong to it."""
     run = RunFolder.read(folder)
     path = run.path(QUANTIZED)
     if not path.exists():
@@ -147,7 +148,7 @@ def handed_over_model(folder: str | Path) -> nn.Module:
 
 
 def _again(run: RunFolder) -> str:
-    """What finishes a run, or makes its model again. `maskaq calibrate` keeps to what was last asked for."""
+    """The command that finishes a run or rebuilds its model. `maskaq calibrate` uses the last request's settings."""
     if run.format == 1:
         return "run its command again with maskaq 0.1.0, which made it"
     return f"maskaq calibrate {shlex.quote(str(run.root))}"
@@ -170,7 +171,7 @@ def open_run(folder: str | Path) -> OpenedRun:
 
 
 def _check_record(run: RunFolder) -> None:
-    """DamagedError unless run.json says what a run of ours says: a stranger's may say anything."""
+    """DamagedError unless run.json has the fields of a run: a folder from elsewhere may hold anything."""
     wrong = files.misfit(run.identity, {"recipe": {}, "model": {"class": str, "weights": str}, "seed": int}, "identity")
     source = {"name": str, "args?": {}, "checkpoint?": str, "architecture?": {"name": str, "args": {}}}
     if run.source:
@@ -186,8 +187,8 @@ def compare(
     progress = progress or Progress()
     table: dict[str, Evaluation | str] = {}
     full: Evaluation | None = None
-    calibrated = run.calibrated()  # before the hours: an unfinished or damaged run is told at once
-    makers = {FULL_PRECISION: run.teacher, RTN: run.nearest, PTQ: run.searched, CALIBRATED: lambda: calibrated}
+    calibrated = run.calibrated()  # first, so that an unfinished or damaged run fails early
+    makers = {FULL_PRECISION: run.teacher, RTN: run.rtn, PTQ: run.ptq, CALIBRATED: lambda: calibrated}
     for name, make in makers.items():
         try:
             model = make()
@@ -282,12 +283,13 @@ def _first_bytes(file: Path) -> bytes:
 def _record(
     run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, progress: Progress | None
 ) -> Record:
-    """A run as a page tells it, from what was kept in its folder; what is not there is collected now, if it can be."""
+    """The record of a run from its folder; what is missing is collected now, if possible."""
     _check_record(folder)
     kept = collect.read(folder)
     if kept is not None:
         return Record(folder, kept)
-    recipe, seed = recipe_from_dict(folder.identity["recipe"]), folder.identity["seed"]
+    recipe = recipe_from_dict(folder.identity["recipe"])
+    seed = folder.identity["seed"]
     rounds = collect.images_of_rounds(folder, recipe)
     if not rounds:
         raise RunFolderError(f"{folder.root} has no images yet, there is nothing to report: {_again(folder)}")
@@ -295,21 +297,22 @@ def _record(
     reasons: dict[str, None] = {}
     try:
         opened = run if isinstance(run, OpenedRun) else open_run(run)
-        for name, make in (("student", opened.handed_over), ("teacher", opened.teacher), ("searched", opened.searched)):
+        for name, make in (("student", opened.handed_over), ("teacher", opened.teacher), ("searched", opened.ptq)):
             try:
                 models[name] = make().to(pick_device(device))
             except MaskaqError as error:
                 reasons[str(error)] = None
     except MaskaqError as error:
         reasons[str(error)] = None
-    collected, unfinished = collect.collect(recipe, seed, rounds, models, progress), _unfinished(folder, recipe)
+    collected = collect.collect(recipe, seed, rounds, models, progress)
+    unfinished = _unfinished(folder, recipe)
     if not reasons and not unfinished:  # else a later try may find more
         collect.write(folder.root, collected)
     return Record(folder, collected, "; ".join(reasons), unfinished)
 
 
 def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
-    """How far a run came that has no model yet; nothing for one that has."""
+    """Progress of a run that has no model yet; empty for a finished run."""
     if folder.path(QUANTIZED).exists():
         return ""
     try:

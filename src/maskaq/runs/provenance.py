@@ -1,4 +1,4 @@
-"""Where and with what a run was made: device, versions, commit."""
+"""Provenance of a run: device, versions, commit."""
 
 import platform
 import subprocess
@@ -28,10 +28,10 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     return picked
 
 
-def facts(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
-    """Where and with what a run was made."""
-    told = {"source": source, "task": geometry(teacher).task}
-    return told | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
+def describe_run(teacher: nn.Module, source: dict[str, Any] | None, engine: Engine) -> dict[str, Any]:
+    """Provenance of a run, for run.json: source of the model, engine, versions, device."""
+    described = {"source": source, "task": geometry(teacher).task}
+    return described | surroundings(next(teacher.parameters()).device) | {"engine": engine.name}
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:

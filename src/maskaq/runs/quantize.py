@@ -26,12 +26,12 @@ from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan
 from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import init_ranges_, quantized_twin
-from maskaq.recipe.schema import Recipe, load_recipe, to_toml
+from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
-from maskaq.runs.arguments import check_arguments, identity, whole_number
-from maskaq.runs.finish import DEFAULTS, collect_report, hand_over, is_finished, saved_model
+from maskaq.runs.arguments import check_arguments, identity, up_to_date_identity, whole_number
+from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
-from maskaq.runs.provenance import facts, pick_device
+from maskaq.runs.provenance import describe_run, pick_device
 from maskaq.runs.rounds import fit, restore
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.runfolder import RunFolder
@@ -44,7 +44,7 @@ STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in (Recon
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind."""
+    """The result of a run."""
 
     model: nn.Module
     """The quantized model that was handed over: of a run that was finished before, as it is saved in the folder."""
@@ -81,31 +81,33 @@ def quantize(
         bits: wXaY, in place of the recipe's.
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
-        forecast: tell the progress how long it will take, from a few steps.
-        fast: False runs every step as it is written, in float32; by default a GPU runs it the fast way where it can.
+        forecast: report an estimate of the total time to `progress`, from a few timed steps.
+        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can.
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
-        report: measure what a report needs of the models, at the end.
+        report: measure what a report needs, at the end.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
     elif bits is not None:
         recipe = replace(recipe, quantization=replace(recipe.quantization, bits=str(bits).strip().lower()))
     check_arguments(out, keep, progress, source, checkpoint_seconds, fast)
-    progress, seed, device = progress or Progress(), whole_number(seed), pick_device(device)
+    progress = progress or Progress()
+    seed = whole_number(seed)
+    device = pick_device(device)
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
     if is_finished(out, asked, None if only_images else keep):
-        progress.note(f"{out} is finished: its model is made, nothing is left to do")
+        progress.note(f"{out} is finished: its model is saved, nothing is left to do")
         return Result(saved_model(out, model).to(device), Path(out))
 
     teacher = rotate(teacher, recipe.quantization.rotate).to(device)
     for reason in rotated(teacher).left_out:
         progress.note(f"not rotated: {reason}")
     job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress))
-    about = facts(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
+    about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)
-    with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), DEFAULTS) as run:
+    with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), up_to_date_identity) as run:
         images, history = job.resume(run)
         if forecast:
             progress.forecast(_forecast(job, run, history.epoch, only_images, report))
@@ -126,19 +128,19 @@ def _rounds(
     job: "_Job", run: RunFolder, images: StoredImages, history: StudentHistory, checkpoint_seconds: float
 ) -> None:
     """Algorithm 1: make images against the student as it is, fit it to the teacher on them, and again."""
-    for round, epochs in enumerate(job.recipe.rounds):
+    for round_index, epochs in enumerate(job.recipe.rounds):
         if history.epoch >= epochs.stop > 0:
             continue  # an earlier call finished this round
-        synthetic = images.of_round(round)  # lines 2-7, or read from the folder
+        synthetic = images.of_round(round_index)  # lines 2-7, or read from the folder
         if history.epoch == 0:
             first = range_images(job.teacher, synthetic, job.recipe)
             init_ranges_(job.student, first, job.recipe.quantization)
-        fit(run, job.stages, history, images, synthetic, round, checkpoint_seconds)  # lines 8-11
+        fit(run, job.stages, history, images, synthetic, round_index, checkpoint_seconds)  # lines 8-11
 
 
 @dataclass(frozen=True)
 class _Job:
-    """All that a run works with."""
+    """The objects that a run works with."""
 
     teacher: nn.Module
     student: nn.Module
@@ -172,10 +174,10 @@ class _Job:
 
     def resume(self, run: RunFolder) -> tuple[StoredImages, StudentHistory]:
         """Bring student and stages to the latest checkpoint of the folder, if it has one."""
-        if run.read_text("recipe.toml") != to_toml(self.recipe):
+        if not is_copy(run.read_text("recipe.toml"), self.recipe):
             self.progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
-                "run.json. Delete it to have it written anew"
+                "run.json. Delete it to have it written again"
             )
         if run.plan is not None and run.plan != self.plan.to_dict():
             raise RunFolderError(f"{run.root} was begun by another process meanwhile: run the same command again")
@@ -185,7 +187,7 @@ class _Job:
         return images, history
 
     def start(self, images: StoredImages) -> nn.Module:
-        """The student as calibration found it: ranges from the first images, nothing fitted."""
+        """The student before calibration: ranges from the first images, nothing fitted."""
         scheme = self.recipe.quantization
         start = quantized_twin(self.teacher, scheme, self.plan)
         first = images.first(scheme.range_images)
@@ -194,7 +196,7 @@ class _Job:
 
 
 def _trained(model: nn.Module) -> nn.Module:
-    """The model in the common form; ModelError where it has no weights, or none that were trained."""
+    """The exposed model; ModelError if it has no weights, or untrained ones."""
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
@@ -209,13 +211,14 @@ def check_folder(recipe: Recipe, out: str | Path) -> None:
 
 
 def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, report: bool) -> float:
-    """Seconds that are left, roughly: a few steps or passes are timed, and an epoch of an image costs about a step."""
-    recipe, one_pass = job.recipe, collect.seconds_per_pass(job.student)
+    """Rough estimate of the remaining seconds, from a few timed steps; an epoch costs about one step per image."""
+    recipe = job.recipe
+    one_pass = collect.seconds_per_pass(job.student)
     steps = 0.0 if only_images else float(recipe.epochs - first_epoch)
-    for round, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
+    for round_index, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
-            there = len(run.shards(round)) * recipe.synthesis.batch / recipe.synthesis.images
-            steps += recipe.steps_in_round(round) * max(0.0, 1 - there)
+            there = len(run.shards(round_index)) * recipe.synthesis.batch / recipe.synthesis.images
+            steps += recipe.steps_in_round(round_index) * max(0.0, 1 - there)
     one_step = job.source.seconds_per_image_step() or 5 * one_pass
     seconds = one_step * recipe.synthesis.images * steps
     if not only_images:

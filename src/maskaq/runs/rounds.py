@@ -1,4 +1,4 @@
-"""The epochs of a round, with checkpoints; and the way back to the latest of them."""
+"""Run the epochs of a round, saving checkpoints, and restore the latest checkpoint."""
 
 import time
 from collections.abc import Mapping
@@ -20,27 +20,27 @@ def fit(
     history: StudentHistory,
     stored: StoredImages,
     images: SyntheticSet,
-    round: int,
+    round_index: int,
     checkpoint_seconds: float,
 ) -> None:
-    """The epochs of a round that are left, with a checkpoint now and then and at the end."""
+    """Run the remaining epochs of a round, with regular checkpoints and one at the end."""
     rounds = history.recipe.rounds
-    epochs = rounds[round]
+    epochs = rounds[round_index]
     last_saved, running = time.monotonic(), None
     for epoch in range(max(history.epoch, epochs.start), epochs.stop):
         began = time.monotonic()
         stage = stages[history.recipe.stage_of(epoch)]
         if stage is not running:
             here = _shared(epochs, history.recipe.stages[stage.name])
-            title, done = f"{stage.name}, round {round + 1} of {len(rounds)}", epoch - here.start
+            title, done = f"{stage.name}, round {round_index + 1} of {len(rounds)}", epoch - here.start
             stage.progress.stage(title, len(images) * len(here), done=len(images) * done)
             running = stage
         losses = stage.epoch(images, epoch)
         history.epoch = epoch + 1
         seconds = time.monotonic() - began
-        run.event(stage=stage.name, round=round, epoch=epoch, seconds=seconds, **losses)
+        run.event(stage=stage.name, round=round_index, epoch=epoch, seconds=seconds, **losses)
         if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
-            stored.used |= {round: stored.digests[round]}
+            stored.used |= {round_index: stored.digests[round_index]}
             _checkpoint(run, history.student, stage, history.epoch, stored.used)
             last_saved = time.monotonic()
 
@@ -50,9 +50,9 @@ def _shared(a: range, b: range) -> range:
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, shards: dict[int, list[str]]) -> None:
-    ill = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
-    if ill:
-        what = f"{len(ill)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {ill[0]} first"
+    non_finite = [name for name, value in student.named_parameters() if not torch.isfinite(value).all()]
+    if non_finite:
+        what = f"{len(non_finite)} tensors of the student became NaN or Inf by epoch {epoch - 1}, {non_finite[0]} first"
         raise stage.diverged(what)
     state = {"student": dict(student.state_dict()), "optimizer": stage.state_dict()}
     starts = [epochs.start for epochs in recipe_from_dict(run.identity["recipe"]).rounds]

@@ -1,4 +1,4 @@
-"""Torch's global modes, as the method needs them."""
+"""Set torch's global modes as the method needs them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def own_torch_modes() -> Iterator[None]:
-    """Gradients, and float32: whatever the caller's `torch.no_grad`, `torch.autocast` or default dtype says."""
+    """Enable gradients and float32, overriding the caller's `torch.no_grad`, `torch.autocast` and default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -50,7 +50,8 @@ class DamagedError(RunFolderError):
 
     def __init__(self, path: Path, reason: object, remedy: str) -> None:
         super().__init__(f"{path} is damaged ({reason}): {remedy}")
-        self.path, self.reason = path, reason
+        self.path = path
+        self.reason = reason
 
 
 def short(value: Any) -> Any:
@@ -144,7 +145,7 @@ def replace_together(files: Mapping[Path, Path]) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Two folders change places: at once where the system can, else by way of a third name."""
+    """Exchange two folders: atomically where the system supports it, else through a third name."""
     with suppress(OSError, AttributeError):
         at_here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: of Linux, like the call
         if ctypes.CDLL(None).renameat2(at_here, os.fsencode(a), at_here, os.fsencode(b), exchange) == 0:
@@ -205,7 +206,7 @@ _FOLDER = "it is a folder: expected a file"
 
 
 def own_path(root: Path, name: str) -> Path:
-    """The path of something below a folder. RunFolderError if a symbolic link, a pipe or a device is on the way."""
+    """The path of something below a folder. RunFolderError if part of it is a symbolic link, a pipe or a device."""
     path = root
     for part in Path(name).parts:
         path = path / part
@@ -270,7 +271,7 @@ def unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dic
         metadata: dict[str, str] = json.loads(data[8:end])["__metadata__"]
         del metadata["digest"]
         return safetensors.torch.load(data), metadata
-    except Exception as error:  # a digest that somebody else computed
+    except Exception as error:  # a digest that was not computed by `seal`
         raise DamagedError(path, error, remedy) from error
 
 

@@ -17,13 +17,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -67,6 +66,14 @@ _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
 
+Update = Callable[[dict[str, Any]], dict[str, Any]]
+"""Brings the identity of a run of an earlier version up to date, so that it compares with one of this version."""
+
+
+def _unchanged(identity: dict[str, Any]) -> dict[str, Any]:
+    return identity
+
+
 def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a.b": 1}: each leaf under its dotted path."""
     if not isinstance(tree, dict) or not tree:
@@ -74,17 +81,10 @@ def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, sub in tree.items() for k, v in dotted(sub, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _filled(tree: Any, defaults: Any) -> Any:
-    """The tree with the defaults of keys that it does not have: settings that came with a later version."""
-    if not isinstance(tree, dict) or not isinstance(defaults, dict):
-        return tree
-    return {**defaults, **{key: _filled(value, defaults.get(key)) for key, value in tree.items()}}
-
-
-def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], update: Update) -> None:
     """Raises, with every differing key, unless the run in the folder is the run asked for."""
-    plain = json.loads(json.dumps(dict(defaults)))
-    old, new = _filled(old, plain), _filled(new, plain)
+    old = json.loads(json.dumps(update(old)))
+    new = json.loads(json.dumps(update(new)))
     if old == new:
         return
     was, asked = dotted(old), dotted(new)
@@ -114,7 +114,8 @@ def _digest_of_json(tree: Any) -> str:
 
 def _read_run(root: Path) -> dict[str, Any]:
     """The content of run.json, checked to be of our format and as it was written."""
-    path, remedy = own_path(root, "run.json"), f"{RESTORE}, or start anew with another --out"
+    path = own_path(root, "run.json")
+    remedy = f"{RESTORE}, or start a new run with another --out"
     run = read_json(path, remedy)
     if not isinstance(run, dict) or "format" not in run:
         raise DamagedError(path, "no format", remedy)
@@ -155,7 +156,7 @@ def _lock(root: Path) -> BaseFileLock:
 
 
 def _check_ours(root: Path) -> None:
-    """Raises if root is there and is something else than a run folder; leaves no trace in it."""
+    """Raises if root exists and is not a run folder; changes nothing in it."""
     with explained(root):
         names = os.listdir(root) if root.is_dir() else ["a file"] if root.exists() else []
     if "run.json" not in names and not all(_UNBORN.fullmatch(name) for name in names):
@@ -171,17 +172,17 @@ def _is_being_written(temp: Path) -> bool:
         os.kill(int(pid[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # it lives, and is somebody else's
+    except PermissionError:  # it is alive and belongs to another user
         pass
     return True
 
 
-def _start_or_resume(root: Path, asked: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _start_or_resume(root: Path, asked: dict[str, Any], update: Update) -> dict[str, Any]:
     """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
     path = root / "run.json"
     run = _read_run(root) if path.exists() else asked
     _check_format(root, run)
-    _check_identity(root, run["identity"], asked["identity"], defaults)
+    _check_identity(root, run["identity"], asked["identity"], update)
     for name in ("events.jsonl", "images", "checkpoints", QUANTIZED, ".lock.pid"):
         own_path(root, name)
     # Only now, as a folder that is refused stays as it is: clear away what a kill left half done.
@@ -217,7 +218,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run can go on from."""
+    """State from which a run can be resumed."""
 
     epoch: int
     """Epochs that are done."""
@@ -263,12 +264,12 @@ class RunFolder:
         recipe_text: str = "",
         facts: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] = MappingProxyType({}),
+        update: Update = _unchanged,
     ) -> "RunFolder":
         """The folder of the run with this identity, new or to be continued, locked until it is closed.
 
         Args:
-            defaults: what holds for keys that the identity of an older run does not have.
+            update: brings the identity of an older run up to date.
         """
         root = Path(path)
         _check_ours(root)
@@ -278,7 +279,7 @@ class RunFolder:
         asked = json.loads(json.dumps(record, default=str))  # a path among the facts
         lock = _lock(root)
         try:
-            run = _start_or_resume(root, asked, dict(defaults))
+            run = _start_or_resume(root, asked, update)
             if not (root / "recipe.toml").exists():
                 write_bytes_atomic(root / "recipe.toml", recipe_text.encode())
         except BaseException:
@@ -287,10 +288,8 @@ class RunFolder:
         return cls(root, run, lock)
 
     @staticmethod
-    def check(
-        path: str | Path, identity: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        """Raises what `open` would raise for a folder of something or somebody else; touches nothing."""
+    def check(path: str | Path, identity: Mapping[str, Any], update: Update = _unchanged) -> None:
+        """Raises what `open` would raise for a folder that does not belong to this run; changes nothing."""
         root = Path(path)
         _check_ours(root)
         if problem := unwritable(root / "run.json"):
@@ -298,7 +297,7 @@ class RunFolder:
         if os.path.lexists(root / "run.json"):
             run = _read_run(root)
             _check_format(root, run)
-            _check_identity(root, run["identity"], json.loads(json.dumps(identity)), defaults)
+            _check_identity(root, run["identity"], json.loads(json.dumps(identity)), update)
 
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":
@@ -312,7 +311,7 @@ class RunFolder:
         return cls(root, _read_run(root))
 
     def close(self) -> None:
-        """Gives the lock back; from here on the folder is for reading only."""
+        """Release the lock; the folder is read-only from then on."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -324,7 +323,7 @@ class RunFolder:
         self.close()
 
     def path(self, name: str) -> Path:
-        """Where the file called name is, or would be; RunFolderError if a symbolic link is on the way."""
+        """Where the file called name is, or would be; RunFolderError if part of the path is a symbolic link."""
         return own_path(self.root, name)
 
     def _ours(self, name: str) -> Path:
@@ -349,7 +348,8 @@ class RunFolder:
 
     def event(self, **fields: Any) -> None:
         """Appends one line to events.jsonl: the fields and the time (UTC)."""
-        path, time = self._ours("events.jsonl"), datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        path = self._ours("events.jsonl")
+        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = (json.dumps({"time": time, **fields}, ensure_ascii=False) + "\n").encode()
         with explained(path, len(line)), open(path, "ab", buffering=0) as file:
             start = file.tell()
@@ -368,26 +368,26 @@ class RunFolder:
 
     # ---- shards of images
 
-    def shards(self, round: int) -> list[int]:
+    def shards(self, round_index: int) -> list[int]:
         """The numbers of the shards of a round that are there; `load_shard` says whether they are sound."""
-        folder = self.path(f"images/round_{round:02d}")
+        folder = self.path(f"images/round_{round_index:02d}")
         found = [match for name in (os.listdir(folder) if folder.is_dir() else ()) if (match := _SHARD.fullmatch(name))]
         return sorted(int(match[1]) for match in found)
 
     def seal_shard(
-        self, round: int, shard: int, tensors: Mapping[str, Tensor], student: str = "", lost: Sequence[int] = ()
+        self, round_index: int, shard: int, tensors: Mapping[str, Tensor], student: str = "", lost: Sequence[int] = ()
     ) -> bytes:
         """The file of a shard: tensors that share their first dimension, and what they are."""
-        about = {"run": self.digest, "round": round, "shard": shard, "student": student, "lost": list(lost)}
+        about = {"run": self.digest, "round": round_index, "shard": shard, "student": student, "lost": list(lost)}
         return seal(tensors, {"shard": json.dumps(about, sort_keys=True)})
 
-    def write_shard(self, round: int, shard: int, sealed: bytes) -> None:
+    def write_shard(self, round_index: int, shard: int, sealed: bytes) -> None:
         """Puts what `seal_shard` gave into its place."""
-        write_bytes_atomic(self._ours(_shard_name(round, shard)), sealed)
+        write_bytes_atomic(self._ours(_shard_name(round_index, shard)), sealed)
 
-    def load_shard(self, round: int, shard: int) -> Shard:
+    def load_shard(self, round_index: int, shard: int) -> Shard:
         """A shard, verified to the bit. RunFolderError if it is not there, DamagedError if it is not as written."""
-        path = self.path(_shard_name(round, shard))
+        path = self.path(_shard_name(round_index, shard))
         data = read_bytes(path)
         tensors, metadata = unseal(data, path, RESTORE)
         if self.format == 1:  # which kept what a shard is in a file beside it
@@ -398,7 +398,7 @@ class RunFolder:
             raise DamagedError(path, "it is no shard of images", RESTORE) from error
         if wrong := misfit(about, {"run": str, "round": int, "shard": int, "student": str, "lost": [int]}):
             raise DamagedError(path, wrong, RESTORE)
-        expected = {"run": self.digest, "round": round, "shard": shard}
+        expected = {"run": self.digest, "round": round_index, "shard": shard}
         if any(about[key] != value for key, value in expected.items()):
             raise DamagedError(path, "it is a shard of another run, or of another place in this one", RESTORE)
         return Shard(tensors, about["student"], about["lost"], digest_of(data))
@@ -452,12 +452,14 @@ class RunFolder:
             raise DamagedError(path, "it is no checkpoint", remedy) from error
         if wrong := misfit(about, {"run": str, "epoch": int, "layout": str, "shards": {"*": [str]}}):
             raise DamagedError(path, wrong, remedy)
-        shards = {int(round): digests for round, digests in about["shards"].items() if round.isdecimal()}
+        shards = {
+            int(round_index): digests for round_index, digests in about["shards"].items() if round_index.isdecimal()
+        }
         found = Checkpoint(about["epoch"], tensors, about["layout"], shards, path)
         if about["run"] != self.digest or found.epoch != number:
             raise DamagedError(path, "it is a checkpoint of another run, or of another epoch", remedy)
         return found
 
 
-def _shard_name(round: int, shard: int) -> str:
-    return f"images/round_{round:02d}/shard_{shard:04d}.safetensors"
+def _shard_name(round_index: int, shard: int) -> str:
+    return f"images/round_{round_index:02d}/shard_{shard:04d}.safetensors"

@@ -30,7 +30,10 @@ __all__ = [
 
 TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Features())}
 
-FULL_PRECISION, RTN, PTQ, CALIBRATED = "full precision", "round to nearest", "searched ranges", "maskaq"
+FULL_PRECISION = "full precision"
+RTN = "round to nearest"
+PTQ = "searched ranges"
+CALIBRATED = "maskaq"
 """The models that a run's table compares."""
 
 
@@ -60,7 +63,7 @@ def evaluate(
 
 
 def lost_to_rounding(full: Evaluation, rtn: Evaluation) -> tuple[float, float]:
-    """Of the headline figure, and its standard error."""
+    """How much of the headline figure round to nearest loses, and the standard error of that."""
     return full.headline - rtn.headline, (full.standard_error**2 + rtn.standard_error**2) ** 0.5
 
 
@@ -74,5 +77,5 @@ def recovered(full: Evaluation, rtn: Evaluation, ours: Evaluation) -> float | No
 
 
 def share_recovered(full: float, rtn: float, ours: float, noise: float) -> float | None:
-    """`recovered`, of figures."""
+    """`recovered` from plain figures."""
     return (ours - rtn) / (full - rtn) if full - rtn > noise else None

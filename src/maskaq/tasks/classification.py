@@ -64,7 +64,8 @@ class Classification(Task):
 
     def distance(self, expected: Tensor, found: Tensor) -> Tensor:
         """KL(P || Q) of the predictions, in double precision."""
-        log_p, log_q = expected.double().log_softmax(dim=1), found.double().log_softmax(dim=1)
+        log_p = expected.double().log_softmax(dim=1)
+        log_q = found.double().log_softmax(dim=1)
         return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1)
 
     def agreement(self, expected: Tensor, found: Tensor) -> Tensor:

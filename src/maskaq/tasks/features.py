@@ -38,7 +38,7 @@ class FeatureResult:
 
     task: ClassVar[str] = "features"
     cosine: float | None
-    """Mean cosine similarity to the features of the full-precision model; None where that is not at hand."""
+    """Mean cosine similarity to the features of the full-precision model; None if it was not evaluated."""
     knn: float | None
     """Top-1 in percent of k nearest neighbours, each image among the others; None where the folder has no classes."""
     n: int

@@ -28,7 +28,7 @@ def export(
     """
     path = check_target(file, format)
     unproven = path.with_name(f".{path.stem}.{os.getpid()}.unproven{SUFFIXES[format]}")
-    made = {unproven: path}
+    moves = {unproven: path}
     found = None
     try:
         if format == "onnx":  # its packages are an extra
@@ -39,15 +39,15 @@ def export(
         elif format == "openvino":  # another extra
             from maskaq.artifact.export.openvino import export_openvino, verify_openvino
 
-            made = {weights_of(unproven): weights_of(path), unproven: path}
+            moves = {weights_of(unproven): weights_of(path), unproven: path}
             found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
         else:
             from maskaq.artifact.export.pt2 import export_pt2, verify_pt2
 
             verify_pt2(export_pt2(model, unproven, metadata), model, images)
-        replace_together(made)
+        replace_together(moves)
     finally:
-        for left in made:
+        for left in moves:
             with suppress(OSError):  # an error before it says more
                 left.unlink()
     return found

@@ -1,4 +1,4 @@
-"""What every exported file says of its model, so that it can be used without maskaq."""
+"""Metadata written into every exported file, so that it can be used without maskaq."""
 
 import json
 from collections.abc import Mapping
@@ -15,29 +15,29 @@ from maskaq.quant.deployed import CodedWeight, FixedGrid
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
 
-REMEDY = "copy it again, or write it anew with `maskaq export`"
-"""For whoever has a file that cannot be used."""
+REMEDY = "copy it again, or export it again with `maskaq export`"
+"""Advice for a file that cannot be used."""
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Version, bits, and how images are made ready."""
-    facts, config = geometry(model), data_config(model)
+    """Metadata of a model: version, bits, and how images are preprocessed."""
+    spec, config = geometry(model), data_config(model)
     return {
         "version": maskaq.__version__,
         "weight_bits": sorted({m.bits for m in model.modules() if isinstance(m, CodedWeight)}),
         "activation_bits": sorted({m.bits for m in model.modules() if isinstance(m, FixedGrid)}),
-        "input_size": [facts.channels, *facts.image_size],
-        "mean": list(facts.mean),
-        "std": list(facts.std),
+        "input_size": [spec.channels, *spec.image_size],
+        "mean": list(spec.mean),
+        "std": list(spec.std),
         "crop_pct": config["crop_pct"],
         "interpolation": config["interpolation"],
-        "task": facts.task,
-        "classes": facts.classes,
+        "task": spec.task,
+        "classes": spec.classes,
     }
 
 
 def ours(entries: Mapping[str, str], file: str | Path, where: str) -> dict[str, Any]:
-    """Of a file's entries those that maskaq wrote; ExportError if there are none. `where` names their place in it."""
+    """The entries of a file that maskaq wrote; ExportError if there are none. `where` names their place in the file."""
     found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
     if "input_size" not in found:
         raise ExportError(f"{file} was not written by maskaq: its {where} have no {PREFIX}input_size; {REMEDY}")
@@ -45,12 +45,12 @@ def ours(entries: Mapping[str, str], file: str | Path, where: str) -> dict[str, 
 
 
 def as_text(value: Any) -> str:
-    """A string as it is, anything else as JSON. (A string that is JSON by chance comes back as what it says.)"""
+    """A string unchanged, anything else as JSON. (A string that happens to be JSON is decoded by `from_text`.)"""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def from_text(text: str) -> Any:
-    """What `as_text` was given."""
+    """The inverse of `as_text`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

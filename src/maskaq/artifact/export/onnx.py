@@ -52,16 +52,16 @@ def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] 
         metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
             string is written as JSON.
     """
-    facts = describe(model)
-    program = _traced(_with_placeholders(model), facts["input_size"])
+    description = describe(model)
+    program = _traced(_with_placeholders(model), description["input_size"])
     _merge_transposes(program.graph)
     _fold_score_scale(program.graph)
     _write_out_placeholders(program.graph)
-    return _write(program, file, facts | dict(metadata or {}))
+    return _write(program, file, description | dict(metadata or {}))
 
 
 def export_float(model: nn.Module, file: str | Path) -> Path:
-    """Write a model of timm's in full precision, as torch's exporter sees it: what speeds are compared with."""
+    """Write a timm model in full precision with torch's exporter, as the baseline of speed comparisons."""
     size = list(data_config(model)["input_size"])
     return _write(_traced(model, size), file, {"input_size": size})
 
@@ -91,12 +91,12 @@ def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> 
 class _Grid(nn.Module):
     def __init__(self, grid: FixedGrid, name: str) -> None:
         super().__init__()
-        self.facts = {"name": name, "bits": grid.bits}
+        self.attributes = {"name": name, "bits": grid.bits}
         self.register_buffer("scale", grid.scale)
         self.register_buffer("zero_point", grid.zero_point)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _placeholder("Grid", (x, self.scale, self.zero_point), self.facts, x.shape)
+        return _placeholder("Grid", (x, self.scale, self.zero_point), self.attributes, x.shape)
 
 
 class _Weight(nn.Module):
@@ -106,16 +106,16 @@ class _Weight(nn.Module):
 
     def __init__(self, codes: Tensor, scale: Tensor, bits: int, name: str, transposed: bool) -> None:
         super().__init__()
-        self.facts = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
+        self.attributes = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
         self.register_buffer("codes", codes.t().contiguous() if transposed else codes)
         self.register_buffer("scale", scale)
 
     def forward(self) -> Tensor:
-        return _placeholder("Weight", (self.codes, self.scale), self.facts, self.codes.shape)
+        return _placeholder("Weight", (self.codes, self.scale), self.attributes, self.codes.shape)
 
 
 class _Linear(nn.Module):
-    """A product and an addition, never a Gemm: runtimes want an integer bias for an integer Gemm, and ours is float.
+    """A linear layer as MatMul and Add, not Gemm: an integer Gemm needs an integer bias, and ours is float.
 
     Args:
         parts: compute so many equal parts of the output apart, as a `_Parts`.
@@ -137,14 +137,15 @@ class _Linear(nn.Module):
         x = self.grid(x.unsqueeze(1) if flat else x)
         outputs = []
         for i, weight in enumerate(self.weights):
-            y, bias = x @ weight(), getattr(self, f"bias_{i}")
+            y = x @ weight()
+            bias = getattr(self, f"bias_{i}")
             y = y if bias is None else y + bias
             outputs.append(y.squeeze(1) if flat else y)
         return _Parts(outputs) if len(outputs) > 1 else outputs[0]
 
 
 class _Parts:
-    """Stands for a tensor whose equal parts were computed apart, and knows only how attention takes them apart.
+    """A tensor whose equal parts are computed separately; it supports only the splitting that attention does.
 
     One product for q, k and v together is taken apart by copies that take longer than three products do.
     """
@@ -161,8 +162,10 @@ class _Parts:
         return self.parts
 
 
-def _placeholder(kind: str, tensors: tuple[Any, ...], facts: dict[str, Any], shape: Sequence[int]) -> Tensor:
-    return torch.onnx.ops.symbolic(f"{_DOMAIN}::{kind}", tensors, facts, dtype=torch.float32, shape=shape, version=1)
+def _placeholder(kind: str, tensors: tuple[Any, ...], attributes: dict[str, Any], shape: Sequence[int]) -> Tensor:
+    return torch.onnx.ops.symbolic(
+        f"{_DOMAIN}::{kind}", tensors, attributes, dtype=torch.float32, shape=shape, version=1
+    )
 
 
 def _grid(grid: nn.Module, name: str) -> nn.Module:
@@ -178,15 +181,14 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
             joint = isinstance(parent, AttentionProducts) and child == "qkv"
             setattr(parent, child, _Linear(module, name, parts=3 if joint else 1))
         elif isinstance(module, DeployedConv2d) and isinstance(module.weight, CodedWeight):
-            conv, coded = seen.get_submodule(name), module.weight
+            conv = seen.get_submodule(name)
+            coded = module.weight
             conv.grid = _grid(module.grid, f"{name}.grid")
             conv.weight = _Weight(coded.codes, coded.scale, coded.bits, f"{name}.weight", transposed=False)
         elif isinstance(module, DeployedMatmul):
             product = seen.get_submodule(name)
-            product.a_grid, product.b_grid = (
-                _grid(module.a_grid, f"{name}.a_grid"),
-                _grid(module.b_grid, f"{name}.b_grid"),
-            )
+            product.a_grid = _grid(module.a_grid, f"{name}.a_grid")
+            product.b_grid = _grid(module.b_grid, f"{name}.b_grid")
     return seen
 
 
@@ -218,7 +220,7 @@ def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
 
 
 def _merge_transposes(graph: ir.Graph) -> None:
-    """Two transpositions in a row are one: keys come to their product through two."""
+    """Merge two consecutive transpositions into one: the keys pass through two before their product."""
     for node in list(graph):
         before = node.inputs[0].producer() if node.op_type == "Transpose" else None
         if before is not None and before.op_type == "Transpose":
@@ -248,14 +250,18 @@ def _write_out_placeholders(graph: ir.Graph) -> None:
     for node in list(graph):
         if node.domain == _DOMAIN:
             new = _grid_nodes(graph, node) if node.op_type == "Grid" else _weight_nodes(graph, node)
-            before, after = node.outputs[0], new[-1].outputs[0]
-            after.type, after.shape = before.type, before.shape
+            before = node.outputs[0]
+            after = new[-1].outputs[0]
+            after.type = before.type
+            after.shape = before.shape
             ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
 
 
 def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
     name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
-    x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
+    x = node.inputs[0]
+    scale = _numbers(node.inputs[1])
+    zero = _numbers(node.inputs[2])
     step = _constant(graph, f"{name}.scale", scale)
     zero_point = _constant(graph, f"{name}.zero_point", zero.astype(np.uint8))
     codes = ir.node("QuantizeLinear", [x, step, zero_point], name=f"{name}.quantize")
@@ -305,7 +311,7 @@ def _constant(graph: ir.Graph, name: str, numbers: Any) -> ir.Value:
 
 
 def _strip(program: ir.Model) -> None:
-    """Without what nobody uses: the placeholders' constants, and the exporter's notes with traces of source files."""
+    """Remove what is unused: the placeholders' constants, and the exporter's notes with traces of source files."""
     graph = program.graph
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
@@ -321,4 +327,6 @@ def _strip(program: ir.Model) -> None:
     graph.metadata_props.clear()
     program.metadata_props.clear()
     program.opset_imports.pop(_DOMAIN, None)
-    program.producer_name, program.producer_version, graph.name = "maskaq", maskaq.__version__, "maskaq"
+    program.producer_name = "maskaq"
+    program.producer_version = maskaq.__version__
+    graph.name = "maskaq"

@@ -38,7 +38,7 @@ _CORE = openvino.Core()
 """One for the process. Each has signals handled on a stack of its own, and gives back the one before when it goes: of
 two that go in the order they came (2026.4), the second gives back one that is gone, and the next signal kills."""
 _ON_GRID = "{}.on_grid"
-"""Names the tensor that leaves a grid."""
+"""Name of a grid's output tensor, from the name of the grid."""
 
 
 def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -90,7 +90,7 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
 
 
 def compiled(program: "openvino.Model", threads: int = 0) -> "openvino.CompiledModel":
-    """For the CPU, with as many threads as it likes, or so many."""
+    """The model compiled for the CPU, with this many threads; 0 lets OpenVINO choose."""
     # Without the hint what is not quantized would be computed in bfloat16 where the CPU has it.
     settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
     return _CORE.compile_model(program, "CPU", settings)
@@ -111,8 +111,8 @@ class OpenvinoModel(nn.Module):
 def products(file: str | Path) -> tuple[int, int, int]:
     """Matrix products in integers, those in float, and attentions that are one fused kernel each.
 
-    By the precision that OpenVINO reports, which is int8 also where it quantizes activations of its own accord: that a
-    product is one of our codes is for `verify_openvino` to say.
+    Counted by the precision that OpenVINO reports, which is int8 also where OpenVINO itself chose to quantize
+    activations: `verify_openvino` checks that a product is one of our codes.
     """
     kinds: Counter[str] = Counter()
     for node in compiled(read(file)).get_runtime_model().get_ops():
@@ -149,7 +149,8 @@ def _constants(program: "openvino.Model") -> dict[str, np.ndarray]:
     for node in program.get_ops():
         name = node.get_friendly_name()
         if node.get_type_name() == "Constant" and name.endswith((CODES, ".scale")):
-            values, shape = node.get_data(), tuple(node.get_output_shape(0))
+            values = node.get_data()
+            shape = tuple(node.get_output_shape(0))
             if node.get_element_type() == openvino.Type.i4:
                 values = _unpacked(values.view(np.uint8), shape)
             found[name] = values

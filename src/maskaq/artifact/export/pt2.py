@@ -18,25 +18,25 @@ NOTES = "maskaq.json"
 
 def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a deployed model as a program for any number of images; its notes are the extra file `maskaq.json`."""
-    facts, path = geometry(model), Path(file)
-    images = torch.zeros(2, facts.channels, *facts.image_size)
+    spec, path = geometry(model), Path(file)
+    images = torch.zeros(2, spec.channels, *spec.image_size)
     with torch.no_grad():
         program = torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("N", min=1)},))
-    program.graph_module.graph.eliminate_dead_code()  # what only taps would have listened to
+    program.graph_module.graph.eliminate_dead_code()  # values that only taps would have recorded
     for node in program.graph_module.graph.nodes:
         node.meta.pop("stack_trace", None)  # names of source files on this machine
     program.graph_module.recompile()
     program.example_inputs = None  # or the images above would be in the file
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = io.BytesIO()  # torch's own writer ends the process where a disk is full
-    torch.export.save(program, made, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
-    write_bytes_atomic(path, made.getvalue())
+    buffer = io.BytesIO()  # torch's own writer ends the process where a disk is full
+    torch.export.save(program, buffer, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
+    write_bytes_atomic(path, buffer.getvalue())
     return path
 
 
 @torch.no_grad()
 def verify_pt2(file: str | Path, model: nn.Module, images: Tensor) -> None:
-    """The program's logits are the model's: the same operations on the same numbers."""
+    """ExportError unless the program's logits equal the model's: both run the same operations on the same numbers."""
     try:
         found = torch.export.load(file).module()(images)
     except Exception as error:

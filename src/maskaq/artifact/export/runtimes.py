@@ -67,7 +67,7 @@ class OnnxModel(nn.Module):
 
 
 def of_openvino(file: str | Path) -> bool:
-    """Whether a file is a graph of OpenVINO's own."""
+    """Whether a file is in OpenVINO's own format."""
     return Path(file).suffix == ".xml"
 
 
@@ -99,7 +99,7 @@ def runnable(file: str | Path, threads: int = 0) -> nn.Module:
 
 
 def bytes_of(file: str | Path) -> int:
-    """On disk, with the numbers of a graph that has them beside it."""
+    """Size on disk, including the separate weights file of an OpenVINO model."""
     files = [Path(file), *([weights_of(file)] if of_openvino(file) else [])]
     return sum(path.stat().st_size for path in files)
 
@@ -143,7 +143,7 @@ def bench_files(
 def _in_turn(
     runs: Mapping[str, Run], reference: Run, images: np.ndarray, repeats: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """For each, milliseconds per image and how many times as fast as the reference just before."""
+    """For each model, milliseconds per image, and the speed-up over the reference timed just before it."""
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
     for repeat in range(-1, repeats):  # the first is for memory and caches
         measure = _seconds(reference, images)
@@ -156,7 +156,7 @@ def _in_turn(
 
 
 def operators(file: str | Path) -> Counter[str]:
-    """How many of each operator ONNX Runtime is left with once it has optimised the graph."""
+    """Number of each operator in the graph after ONNX Runtime has optimised it."""
     with tempfile.TemporaryDirectory() as folder:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
@@ -180,7 +180,7 @@ class Products:
 
 
 def products(file: str | Path) -> Products:
-    """Counted once the runtime that the file was written for has optimised its graph."""
+    """Count the matrix products after the runtime that the file was written for has optimised the graph."""
     if of_openvino(file):
         from maskaq.artifact.export import openvino as openvino_files
 
@@ -190,7 +190,7 @@ def products(file: str | Path) -> Products:
 
 
 def _seconds(run: Run, images: np.ndarray) -> float:
-    """Of one call, when it is the only one at work: as a model is used, and not just after another's."""
+    """Seconds of one call, with nothing else running and not straight after another model's call."""
     times = -(-_IMAGES // len(images))
     time.sleep(_REST)
     run(images)
@@ -216,7 +216,7 @@ def _openvino(file: str | Path, threads: int) -> Run:
 
 @contextmanager
 def _explained(file: str | Path) -> Iterator[None]:
-    """Runtimes raise classes of their own for a file that is damaged."""
+    """Turn the runtimes' own exceptions for a damaged file into ExportError."""
     try:
         yield
     except MaskaqError:

@@ -1,4 +1,4 @@
-"""Does an exported file compute what the deployed model computes? Asked site by site, of the kernels that will run.
+"""Check that an exported file computes what the deployed model does, site by site, with the kernels that will run.
 
 A difference of 1e-6 turns a rounding here and there, and turned roundings move the logits of a 4-bit model by a third
 of their size: comparing logits says little. So the deployed model is led through its forward pass by the codes that
@@ -40,7 +40,7 @@ LOGITS = 1e-4
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and what was found; `verify` raises where it is not what it must be."""
+    """The result of a verification; `verify` raises if the file fails it."""
 
     weights: int
     """Weight tensors, all codes and scales equal."""
@@ -84,8 +84,9 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
 
 @torch.no_grad()
 def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: np.ndarray) -> Verification:
-    """What was found in passes that were led, and how the logits of one that was not compare with the model's own."""
-    ours, theirs = model(images), torch.from_numpy(free)
+    """Combine passes fed with the runtime's codes with a comparison of the logits of a free-running pass."""
+    ours = model(images)
+    theirs = torch.from_numpy(free)
     return Verification(
         weights=weights,
         sites=len(grids_of(model)),
@@ -102,7 +103,7 @@ def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]"
 def session(
     model: "onnx.ModelProto | str | Path", *, threads: int = 0, optimised: bool = True
 ) -> "onnxruntime.InferenceSession":
-    """A model on the CPU, in memory or from a file; as many threads as the runtime likes, or so many."""
+    """An ONNX Runtime session on the CPU, from memory or a file; 0 threads lets the runtime choose."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -123,7 +124,7 @@ def _compare_weights(proto: "onnx.ModelProto", model: nn.Module) -> int:
 
 
 def compare_weights(stored: Mapping[str, np.ndarray], model: nn.Module) -> int:
-    """How many coded weights a file has; raises for the first that is not the model's, code by code."""
+    """Compare every weight code of a file with the model's; returns how many weights, raises at a mismatch."""
     coded = {name: module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
     for name, weight in coded.items():
         parts = [name] if f"{name}{CODES}" in stored else [f"{name}.{i}" for i in range(3)]
@@ -143,7 +144,7 @@ def compare_weights(stored: Mapping[str, np.ndarray], model: nn.Module) -> int:
 
 @dataclass
 class Pass:
-    """What one pass found: fields as in `Verification`."""
+    """The result of one pass; fields as in `Verification`."""
 
     codes: int = 0
     turned: int = 0
@@ -155,9 +156,9 @@ def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, op
     names = list(grids_of(model))
     watched = onnx.ModelProto()
     watched.CopyFrom(proto)
-    made = {output for node in proto.graph.node for output in node.output}
+    known = {output for node in proto.graph.node for output in node.output}
     for name in names:
-        if name + CODES not in made:
+        if name + CODES not in known:
             raise ExportError(f"it has no tensor '{name}{CODES}' of the grid {name}")
         watched.graph.output.append(onnx.ValueInfoProto(name=name + CODES))
     watched = onnx.shape_inference.infer_shapes(watched)
@@ -167,12 +168,13 @@ def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, op
 
 
 def compare_led(model: nn.Module, images: Tensor, codes: dict[str, np.ndarray], logits: np.ndarray) -> Pass:
-    """A pass of the model that is led by the codes of a file; raises for the first site that computes otherwise.
+    """Run the model, fed with the runtime's codes at every quantizer; raises at the first site that differs.
 
     Where a grid has no codes the model goes on with its own. A rounding that turned there moves what follows by more
     than float rounding does, so that then `APART` of the codes may differ, by however much.
     """
-    found, whole = Pass(), codes.keys() == grids_of(model).keys()
+    found = Pass()
+    whole = codes.keys() == grids_of(model).keys()
     with torch.no_grad(), _led(model, codes, found, strict=whole):
         ours = model(images)
     if not whole and found.turned > APART * found.codes:
@@ -185,14 +187,15 @@ def compare_led(model: nn.Module, images: Tensor, codes: dict[str, np.ndarray], 
 
 @contextmanager
 def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bool) -> Iterator[None]:
-    """While it lasts, each grid that has codes here compares its own with them, and goes on with them."""
+    """Context in which each grid compares its codes with the given ones, and continues with the given ones."""
 
     def compare(name: str, grid: FixedGrid, x: Tensor) -> Tensor:
         theirs = torch.from_numpy(codes[name]).to(x.dtype)
         if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
             raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
         theirs = theirs.view_as(x)
-        steps, ours = x / grid.scale + grid.zero_point, grid.codes(x)
+        steps = x / grid.scale + grid.zero_point
+        ours = grid.codes(x)
         differ = ours != theirs
         if differ.any():
             border = (ours[differ] + theirs[differ]) / 2
@@ -203,7 +206,8 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
                     f"at {name} {int(differ.sum())} of {differ.numel()} codes differ, by up to {jump:.0f}, and not for "
                     f"float rounding: a value is {distance:.1e} steps from the border between its two codes"
                 )
-            found.turned, found.farthest = found.turned + int(differ.sum()), max(found.farthest, distance)
+            found.turned = found.turned + int(differ.sum())
+            found.farthest = max(found.farthest, distance)
         found.codes += theirs.numel()
         return (theirs - grid.zero_point) * grid.scale
 

@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
-from helpers import pair, small_recipe, tiny_swin, tiny_vit
+from helpers import Ears, pair, small_recipe, tiny_swin, tiny_vit
 
 from maskaq import randomness
+from maskaq.errors import RunFolderError
 from maskaq.images.dead_leaves import _light, _spots, _stripes, _texture, _topmost, dead_leaves
 from maskaq.images.synthesis import Synthesizer
+from maskaq.recipe.schema import to_toml
+from maskaq.runs.arguments import identity
 from maskaq.runs.quantize import quantize
 from maskaq.storage.runfolder import RunFolder
 
@@ -110,7 +113,7 @@ def test_every_leaf_is_lit_from_a_side_of_its_own():
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
 def test_synthesis_starts_from_leaves_where_the_recipe_says_so_and_without_steps_they_are_the_images(build):
-    recipe = small_recipe("synthesis.start=leaves", "synthesis.steps=0", "refresh.every=0")
+    recipe = small_recipe("synthesis.start=dead_leaves", "synthesis.steps=0", "refresh.every=0")
     made = Synthesizer(*pair(recipe, build), recipe, seed=5)(torch.arange(8))
     other = Synthesizer(*pair(recipe, build), recipe, seed=5)(torch.arange(4, 8))
     assert torch.equal(made.images[4:], other.images)
@@ -125,8 +128,24 @@ def rough(images: torch.Tensor) -> float:
 
 
 def test_a_refresh_from_the_start_has_other_leaves(tmp_path):
-    recipe = small_recipe("synthesis.start=leaves", "synthesis.steps=1", "refresh.steps=1", "refresh.start=cold")
+    recipe = small_recipe("synthesis.start=dead_leaves", "synthesis.steps=1", "refresh.steps=1", "refresh.start=cold")
     quantize(tiny_vit(), recipe, tmp_path / "run")
     folder = RunFolder.read(tmp_path / "run")
     first, second = (folder.load_shard(round, 0).tensors["images"].float() for round in (0, 1))
     assert (first - second).abs().mean() > 20
+
+
+def test_a_run_that_an_earlier_version_began_with_the_old_name_is_continued(tmp_path):
+    recipe = small_recipe("synthesis.start=dead_leaves", "synthesis.steps=0", "refresh.every=0")
+    old = identity(tiny_vit(), recipe, seed=0)
+    old["recipe"]["synthesis"]["start"] = "leaves"
+    del old["recipe"]["calibration"]["pace"]  # a setting that came later
+    RunFolder.open(tmp_path / "old", old, to_toml(recipe).replace("dead_leaves", "leaves")).close()
+    with pytest.raises(RunFolderError, match=r'recipe\.synthesis\.start: "dead_leaves" in the folder, "noise" asked'):
+        quantize(tiny_vit(), small_recipe("synthesis.steps=0", "refresh.every=0"), tmp_path / "old")
+    ears = Ears()
+    continued = quantize(tiny_vit(), recipe, tmp_path / "old", progress=ears)
+    straight = quantize(tiny_vit(), recipe, tmp_path / "new")
+    assert torch.equal(continued.images.images, straight.images.images)
+    assert not [note for note in ears.notes if "was changed" in note]
+    assert quantize(tiny_vit(), recipe, tmp_path / "old", progress=ears).folder and "is finished" in ears.notes[-1]

@@ -12,11 +12,13 @@ from helpers import Ears, hook, small_recipe
 
 from maskaq import load_model, quantize
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.reconstruction import Reconstructor
 from maskaq.engine import PLAIN, pick_engine
 from maskaq.images.stored import noise
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.recipe.schema import Reconstruct
 from maskaq.storage.runfolder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.environ.get("MASKAQ_TEST_GPU") != "1", reason="make test-gpu runs it, on a CUDA GPU")
@@ -51,6 +53,10 @@ def models(name):
     return teacher, student
 
 
+def leaves(name):
+    return Synthesizer(*models(name), replace(RECIPE, synthesis=replace(RECIPE.synthesis, steps=0)))(torch.arange(32))
+
+
 @each_model
 def test_images_go_where_the_plain_engine_takes_them(fast, name):
     one = replace(RECIPE, synthesis=replace(RECIPE.synthesis, steps=1))
@@ -68,8 +74,7 @@ def test_images_go_where_the_plain_engine_takes_them(fast, name):
 
 @each_model
 def test_calibration_goes_where_the_plain_engine_takes_it(fast, name):
-    images = Synthesizer(*models(name), replace(RECIPE, synthesis=replace(RECIPE.synthesis, steps=0)))(torch.arange(32))
-    ends = []
+    images, ends = leaves(name), []
     for engine in (PLAIN, fast):
         calibrator = Calibrator(*models(name), RECIPE, engine=engine)
         ends.append([calibrator.epoch(images, epoch)["loss"] for epoch in range(8)])
@@ -77,6 +82,31 @@ def test_calibration_goes_where_the_plain_engine_takes_it(fast, name):
         assert losses[-1] < losses[0]  # there is a way to go
     # Between them ways part: codes of 4 bits turn on the last digit of a bfloat16.
     assert ends[1][0] == pytest.approx(ends[0][0], rel=0.05)
+    assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.15)
+
+
+@each_model
+def test_block_after_block_ends_as_the_plain_one_does(fast, name):
+    blocks = Reconstruct(epochs=48, lr=1e-3, range_lr=1.0)
+    recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, stages=("reconstruct",), reconstruct=blocks))
+    images, ends = leaves(name), []
+    for engine in (PLAIN, fast):
+        reconstructor = Reconstructor(*models(name), recipe, engine=engine)
+        told = [reconstructor.epoch(images, epoch)["loss"] for epoch in reconstructor.epochs]
+        ends.append([told[epochs.stop - 1] for epochs in map(reconstructor.epochs_of, range(len(reconstructor.units)))])
+    assert ends[1] == pytest.approx(ends[0], rel=0.15)
+    assert sum(ends[1]) < 3 * len(ends[1])  # both errors are below their first values on the whole
+
+
+@each_model
+def test_what_changes_between_epochs_reaches_replayed_steps(fast, name):
+    recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, float_weights=0.5, average=0.25))
+    images, ends = leaves(name), []
+    for engine in (PLAIN, fast):
+        calibrator = Calibrator(*models(name), recipe, engine=engine)
+        ends.append([calibrator.epoch(images, epoch)["loss"] for epoch in range(8)])
+    assert ends[1][0] == pytest.approx(ends[0][0], rel=0.05)
+    assert ends[1][4] > ends[1][3]  # weights are quantized from here on
     assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.15)
 
 

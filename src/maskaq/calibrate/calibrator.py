@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
 from maskaq.models import geometry
 from maskaq.models.taps import Taps, taps
 from maskaq.progress import Progress
+from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import quantizers
+from maskaq.quant.twin import float_weights, quantizers, set_weight_ranges_
 from maskaq.recipe.schema import Recipe
 from maskaq.tasks import task_of
 
@@ -47,6 +48,8 @@ class Calibrator:
         self.teacher = teacher
         self.student = student
         self.config = recipe.calibration
+        self.scheme = recipe.quantization
+        self.epochs = recipe.stages.get(self.name, range(self.config.epochs))
         self.seed = seed
         self.progress = progress or Progress()
         self.engine = engine
@@ -54,34 +57,33 @@ class Calibrator:
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
         self.objective = Objective(CALIBRATION_TERMS, self.task.terms(self.config.terms), "calibration.terms")
-        self.points = tuple(need for need in ("heads", "blocks") if need in self.objective.needs)
+        self.points = tuple(need for need in ("heads", "blocks", "class_features") if need in self.objective.needs)
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
         self.micro_batch = self.config.batch
-        self._buffers: dict[int, _BatchBuffers] = {}
+        self._buffers: dict[int, BatchBuffers] = {}
         self._data: SyntheticSet | None = None
         self._data_near: SyntheticSet
         self._looked = -math.inf  # when the loss was last read back
+        self._mean: list[Tensor] = []  # of the student's parameters at the ends of the last epochs
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images, in a new order and with new augmentations; returns the mean of each loss term.
 
         Order and views depend on the epoch's number alone, not on what ran before: a resumed run repeats nothing and
-        skips nothing. Epoch 0 sets the pace, where the recipe asks for one.
+        skips nothing. The first epoch sets the pace, where the recipe asks for one.
         """
         data = self._near(data)
-        if epoch == 0 and self.config.pace == "error":
-            self._set_pace(self.start_error(data))
+        self._begin(data, epoch)
         batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
         sums: dict[str, Tensor] = {}
         unseen: list[dict[str, Tensor]] = []  # the sums of each step since the last look
         with ExitStack() as stack:
             for model in (self.teacher, self.student):
                 stack.enter_context(self.engine.applied(model))
-            self.seen = stack.enter_context(taps(self.teacher, *self.points))  # type: ignore[arg-type]
-            self.seen_student = stack.enter_context(taps(self.student, *self.points))  # type: ignore[arg-type]
+            stack.enter_context(self._running(epoch))
             for step, chosen in enumerate(batches):
-                self._set_lr((epoch + step / len(batches)) / max(1, self.config.epochs))
+                self._set_lr(epoch + step / len(batches))
                 for name, value in self._step(data[chosen], epoch).items():
                     sums[name] = sums.get(name, 0) + value * len(chosen)
                 unseen.append(dict(sums))
@@ -96,6 +98,7 @@ class Calibrator:
                     unseen.clear()
                     metrics["loss"] = loss
                 self.progress.advance(len(chosen), **metrics)
+        self._end(epoch)
         means = {name: float(total) / len(data) for name, total in sums.items()}
         return means | {"lr": float(self.optimizer.param_groups[0]["lr"])}
 
@@ -113,19 +116,74 @@ class Calibrator:
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""
-        advice = f"lower calibration.lr (now {self.config.lr}) or set calibration.clip_grad, in a new run folder"
+        advice = f"lower {self._rate()} or set calibration.clip_grad, in a new run folder"
         if self.objective.own:
             advice += f"; or the gradient of {' or '.join(self.objective.own)} is NaN or Inf"
         return CalibrationError(f"{what}; {advice}")
 
     def state_dict(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()
-        return state | {"param_groups": [group | {"lr": float(group["lr"])} for group in state["param_groups"]]}
+        state |= {"param_groups": [group | {"lr": float(group["lr"])} for group in state["param_groups"]]}
+        return state | {"average": self._mean} if self._mean else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        self._mean = [mean.to(self.device) for mean in state.get("average", ())]
+        self.optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
         for group in self.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=self.device)
+
+    @property
+    def _float_epochs(self) -> int:
+        """Epochs, the first ones, with weights in float: never all of them."""
+        return min(round(self.config.float_weights * len(self.epochs)), max(0, len(self.epochs) - 1))
+
+    def _begin(self, data: SyntheticSet, epoch: int) -> None:
+        """What some epochs begin with."""
+        done = epoch - self.epochs.start
+        if done == 0 and self.config.pace == "error":
+            self._set_pace(self.start_error(data))
+        if done == 0 and self._float_epochs:
+            self._restore_weights()
+        if done and done == self._float_epochs:
+            set_weight_ranges_(self.student, self.scheme)
+            self._buffers.clear()  # a step that is replayed would go on with weights in float
+
+    @torch.no_grad()
+    def _restore_weights(self) -> None:
+        """The teacher's weights: some quantizers have cut the student's to their range."""
+        for name, module in self.student.named_modules():
+            if isinstance(module, QuantWeightMixin):
+                module.weight.copy_(self.teacher.get_submodule(name).weight)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _running(self, epoch: int) -> Iterator[None]:
+        """Around the steps of an epoch: what is observed, and how weights are used."""
+        in_float = epoch - self.epochs.start < self._float_epochs
+        with (
+            taps(self.teacher, *self.points) as self.seen,  # type: ignore[arg-type]
+            taps(self.student, *self.points) as self.seen_student,  # type: ignore[arg-type]
+            float_weights(self.student) if in_float else nullcontext(),
+        ):
+            yield
+
+    @torch.no_grad()
+    def _end(self, epoch: int) -> None:
+        """Average the parameters over the ends of the last epochs; after the last one the student is the average.
+
+        Weights that oscillate between two codes settle between them (Izmailov et al. 2018, weight averaging).
+        """
+        first = self.epochs.stop - round(self.config.average * len(self.epochs))
+        parameters: list[Tensor] = list(self.student.parameters())
+        if epoch == first:
+            self._mean = [parameter.clone() for parameter in parameters]
+        elif epoch > first:
+            torch._foreach_lerp_(self._mean, parameters, 1 / (epoch - first + 1))
+        if self._mean and epoch == self.epochs.stop - 1:
+            torch._foreach_copy_(parameters, self._mean)
+
+    def _rate(self) -> str:
+        """The setting that a student which diverges is blamed on."""
+        return f"calibration.lr (now {self.config.lr})"
 
     def _near(self, data: SyntheticSet) -> SyntheticSet:
         """The images on the device, if they fit; the same set is used for many epochs."""
@@ -153,12 +211,12 @@ class Calibrator:
                     torch.cuda.empty_cache()
                     self.progress.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
 
-    def _new_buffers(self, batch: SyntheticSet) -> "_BatchBuffers":
-        buffers = self._buffers[len(batch)] = _BatchBuffers(batch.to(self.device))
+    def _new_buffers(self, batch: SyntheticSet) -> "BatchBuffers":
+        buffers = self._buffers[len(batch)] = BatchBuffers(batch.to(self.device))
         buffers.advance = self.engine.repeated(partial(self._update, buffers))
         return buffers
 
-    def _update(self, buffers: "_BatchBuffers") -> None:
+    def _update(self, buffers: "BatchBuffers") -> None:
         """One optimiser step on the buffered batch, in parts that fit the memory. Nothing here waits for the device."""
         count = len(buffers.batch)
         views = self._augmented(buffers)  # of the whole batch: mixing takes from all of it
@@ -167,7 +225,7 @@ class Calibrator:
         for part in views.split(self.micro_batch):
             for quantizer in self.activations:
                 quantizer.share = len(part) / count
-            total, parts = self.objective(self._view(part))
+            total, parts = self._losses(part)
             self.objective.check_gradient(total, "the student")
             (total.sum() / count).backward()
             for name, value in ({"loss": total.detach()} | parts).items():
@@ -177,7 +235,11 @@ class Calibrator:
         self.optimizer.step()
         buffers.parts = means
 
-    def _augmented(self, buffers: "_BatchBuffers") -> Tensor:
+    def _losses(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B,) totals and, detached, (B,) of each term."""
+        return self.objective(self._view(images))
+
+    def _augmented(self, buffers: "BatchBuffers") -> Tensor:
         keys = randomness.fold(randomness.image_keys(self.seed, buffers.batch.indices), "view")
         settings = asdict(self.config.augment)
         mixing = {name: settings.pop(name) for name in ("cutmix", "mixup")}
@@ -200,6 +262,8 @@ class Calibrator:
             student_heads=seen_student.get("heads", ()),
             blocks=seen.get("blocks", ()),
             student_blocks=seen_student.get("blocks", ()),
+            class_features=seen.get("class_features", ()),
+            student_class_features=seen_student.get("class_features", ()),
             patch_weights=self._patch_weights(seen),
             temperature=self.config.temperature,
             run=self.engine.losses,
@@ -222,9 +286,7 @@ class Calibrator:
         return weights
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        ranges = [p for m in self.student.modules() if isinstance(m, Quantizer) for p in m.parameters()]
-        known = {id(p) for p in ranges}
-        others = [p for p in self.student.parameters() if id(p) not in known]
+        ranges, others = ranges_and_others([self.student])
         groups = [
             {"params": [p for p in others if p.dim() >= 2], "weight_decay": self.config.weight_decay, "lr_factor": 1.0},
             {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "lr_factor": 1.0},
@@ -246,10 +308,20 @@ class Calibrator:
         for group in self.optimizer.param_groups:
             group["pace"] = min(1.0, error)
 
-    def _set_lr(self, fraction: float) -> None:
+    def _set_lr(self, epoch: float) -> None:
+        """The cosine over all epochs, at one of them and a part of it."""
+        fraction = (epoch - self.epochs.start) / max(1, len(self.epochs))
         for group in self.optimizer.param_groups:
             rate = self.config.lr * group["lr_factor"] * group["pace"]
             group["lr"].fill_(rate * cosine(fraction, self.config.lr_final))
+
+
+def ranges_and_others(modules: list[nn.Module]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of some modules: those of quantizers, and the weights."""
+    found = [module for root in modules for module in root.modules() if isinstance(module, Quantizer)]
+    ranges = [parameter for module in found for parameter in module.parameters()]
+    known = {id(parameter) for parameter in ranges}
+    return ranges, [p for module in modules for p in module.parameters() if id(p) not in known]
 
 
 def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
@@ -269,7 +341,7 @@ def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[
     return mix(simclr(to_pixels(images), keys, **settings), keys, **mixing)
 
 
-class _BatchBuffers:
+class BatchBuffers:
     """Fixed buffers for the batch of a step, so that a captured step can be replayed."""
 
     advance: Callable[[], None]

@@ -118,7 +118,7 @@ def held_out_count(recipe: Recipe) -> int:
     A synthesis step costs about six forward passes per image, an epoch of calibration four.
     """
     steps = sum(recipe.steps_in_round(round_index) for round_index in range(len(recipe.rounds)))
-    passes = recipe.synthesis.images * (6 * steps + 4 * recipe.calibration.epochs)
+    passes = recipe.synthesis.images * (6 * steps + 4 * recipe.epochs)
     return max(_FEWEST, min(_MOST, round(_SHARE * passes / 3)))  # each is seen by three models
 
 

@@ -8,9 +8,10 @@ from maskaq.progress import Progress
 
 
 class Stage(Protocol):
-    """Protocol of a stage. `Calibrator`, which fits all layers at once, end to end, is one.
+    """Protocol of a stage: `Calibrator` fits all layers at once, end to end, `Reconstructor` block after block.
 
-    An epoch depends on the student, the state and the epoch's number alone: a run can stop after any and go on later.
+    Epochs are numbered through all stages of a run (`Recipe.stages`). An epoch depends on the student, the state and
+    its number alone: a run can stop after any and go on later.
     """
 
     name: str

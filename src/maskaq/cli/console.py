@@ -174,10 +174,14 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
         every = recipe.refresh.every
         why = f": refresh.every {every} is not below calibration.epochs {calibration.epochs}" if every else ""
         table.add_row("refresh", f"no refresh{why}")
+    if "reconstruct" in calibration.stages:
+        blocks = calibration.reconstruct
+        table.add_row("reconstruct", f"{blocks.epochs} epochs in all, block after block, lr {blocks.lr:g}")
     rate = f"lr {calibration.lr:g}" + (" x the student's error at the start" if calibration.pace == "error" else "")
-    table.add_row(
-        "calibrate", f"{calibration.epochs} epochs of {calibration.optimizer}, {rate}, batch {calibration.batch}"
-    )
+    if "calibrate" in calibration.stages:
+        table.add_row(
+            "calibrate", f"{calibration.epochs} epochs of {calibration.optimizer}, {rate}, batch {calibration.batch}"
+        )
     table.add_row("device", device)
     table.add_row("folder", f"{out} (images: about {size(stored)})")
     return table

@@ -21,7 +21,7 @@ from maskaq.engine.kernels import maps as maps_kernel
 from maskaq.engine.reference import Engine, Step
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
-from maskaq.models import AttentionProducts, geometry
+from maskaq.models import AttentionProducts, geometry, parts
 from maskaq.quant.grid import LARGEST_LEVEL, level_table
 from maskaq.quant.layers import QuantMatmul
 from maskaq.quant.quantizers import Log, Quantizer
@@ -83,22 +83,9 @@ class FastEngine(Engine):
 
 
 def _regions(model: nn.Module) -> list[str]:
-    """Names of the modules to compile, each separately: the blocks, and everything with parameters before the last one.
-
-    That adds the patch embedding and, in Swin, patch merging. What follows the last block works on few tokens.
-    """
-    blocks = {layer.block for layer in geometry(model).layers}
-    around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."}
-
-    def walk(module: nn.Module, path: str) -> Iterator[str]:
-        for name, child in module.named_children():
-            if path + name in around:
-                yield from walk(child, f"{path}{name}.")
-            elif next(child.parameters(), None) is not None:
-                yield path + name
-
-    found = list(walk(model, ""))
-    return found[: max(found.index(block) for block in blocks) + 1]
+    """Names of the modules to compile, each separately: all parts up to the last block. The rest sees few tokens."""
+    found = parts(model)
+    return found[: max(found.index(layer.block) for layer in geometry(model).layers) + 1]
 
 
 class _Replayed:

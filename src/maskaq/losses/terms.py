@@ -91,6 +91,9 @@ class CalibrationView:
     student_heads: Sequence[Tensor] = ()
     blocks: Sequence[Tensor] = ()
     student_blocks: Sequence[Tensor] = ()
+    class_features: Sequence[Tensor] = ()
+    """What the teacher's classifiers read, (B, D) each; mostly there is one."""
+    student_class_features: Sequence[Tensor] = ()
     patch_weights: Sequence[Tensor] = ()
     """w_l of Eq. 16: (B, N) of each layer."""
     temperature: float = 1.0
@@ -116,7 +119,8 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it: "student", "masks", "heads", "received", "regions"; "heads" and "blocks"."""
+    """What must be computed for it. Synthesis: "student", "masks", "heads", "received", "regions"; calibration:
+    "heads", "blocks", "class_features"."""
 
     @property
     def built_in(self) -> bool:
@@ -361,3 +365,10 @@ def head_mse(v: CalibrationView) -> Tensor:
 def block_error(v: CalibrationView) -> Tensor:
     """Relative squared error of every block's output (not in the paper)."""
     return distill.mean_relative_error(v.blocks, v.student_blocks, partial(v.run, distill.relative_error))
+
+
+@calibration_term(needs=("class_features",))
+def class_feature(v: CalibrationView) -> Tensor:
+    """Relative squared error of what the classifier reads (not in the paper)."""
+    pairs = zip(v.class_features, v.student_class_features, strict=True)
+    return torch.stack([v.run(distill.relative_error, p.float(), q.float()) for p, q in pairs]).mean(dim=0)

@@ -5,7 +5,7 @@ says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` 
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "expose",
     "geometry",
     "has_classifier",
+    "parts",
     "pretrained_tags",
     "refuse_zero_weights",
     "supported_names",
@@ -111,6 +112,24 @@ def geometry(exposed: nn.Module) -> Geometry:
     if not isinstance(found, Geometry):
         raise ModelError(f"{type(exposed).__name__} has no geometry: pass it through maskaq.expose first")
     return found
+
+
+def parts(exposed: nn.Module) -> list[str]:
+    """Module paths of the blocks and of all else with parameters beside them, in the order they are computed.
+
+    That is the patch embedding, in Swin the merging of patches, the last norm and the classifier.
+    """
+    blocks = {layer.block for layer in geometry(exposed).layers}
+    around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."}
+
+    def walk(module: nn.Module, path: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if path + name in around:
+                yield from walk(child, f"{path}{name}.")
+            elif next(child.parameters(), None) is not None:
+                yield path + name
+
+    return list(walk(exposed, ""))
 
 
 def task_name(model: Any) -> str:

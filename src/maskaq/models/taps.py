@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from maskaq.models import AttentionProducts, geometry
 
-Point = Literal["scores", "probs", "scores_received", "probs_received", "heads", "blocks"]
+Point = Literal["scores", "probs", "scores_received", "probs_received", "heads", "blocks", "class_features"]
 
 _IN_ATTENTION = ("scores", "probs", "scores_received", "probs_received", "heads")
 
@@ -32,17 +32,19 @@ class Taps(Mapping[str, list[Tensor]]):
 
 @contextmanager
 def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
-    """Record what passes the named points: scores QK^T, softmax probs, head outputs, block outputs.
+    """Record what passes the named points: scores QK^T, softmax probs, head and block outputs, what classifiers read.
 
+    All are one tensor per layer, but for `class_features`: one per classifier.
     `scores_received` and `probs_received` are the rows of the class token, or else the mean over the patches' rows.
 
     with taps(model, "scores", "heads") as seen:
         logits = model(images)
         seen["scores"][0]      # (B*W, H, T, T) of the first layer
     """
-    layers = geometry(model).layers
+    layers, classifiers = geometry(model).layers, geometry(model).last
     attentions: list[AttentionProducts] = [model.get_submodule(layer.attention) for layer in layers]  # type: ignore[misc]
     outputs: dict[str, Tensor] = {}  # of blocks, by their names
+    read_by: dict[str, Tensor] = {}  # classifiers, by their names
     read: dict[str, list[Callable[[], Tensor]]] = {}
     before = [attention.listened for attention in attentions]
     handles = []
@@ -52,6 +54,9 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
 
     def recorder(block: str) -> Callable[[nn.Module, tuple, Tensor], None]:
         return lambda module, inputs, output: outputs.update({block: output})
+
+    def reading(classifier: str) -> Callable[[nn.Module, tuple], None]:
+        return lambda module, inputs: read_by.update({classifier: inputs[0]})
 
     try:
         for point in points:
@@ -63,6 +68,10 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
                 for block in {layer.block: None for layer in layers}:
                     handles.append(model.get_submodule(block).register_forward_hook(recorder(block)))
                 read[point] = [partial(outputs.__getitem__, layer.block) for layer in layers]
+            elif point == "class_features":
+                for name in classifiers:
+                    handles.append(model.get_submodule(name).register_forward_pre_hook(reading(name)))
+                read[point] = [partial(read_by.__getitem__, name) for name in classifiers]
             else:
                 raise KeyError(point)
         yield Taps(read)

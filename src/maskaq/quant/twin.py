@@ -109,3 +109,25 @@ def _float_weights(student: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.held_weight = None
+
+
+@contextmanager
+def float_weights(student: nn.Module) -> Iterator[None]:
+    """Use the weights as they are, with gradients: only activations are quantized."""
+    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
+    try:
+        for layer in layers:
+            layer.in_float = True
+        yield
+    finally:
+        for layer in layers:
+            layer.in_float = False
+
+
+@torch.no_grad()
+def set_weight_ranges_(student: nn.Module, scheme: Quantization) -> None:
+    """Find the range of every weight anew, whether it has one or not."""
+    for module in student.modules():
+        if isinstance(module, QuantWeightMixin) and isinstance(module.weight_quantizer, Quantizer):
+            quantizer = module.weight_quantizer
+            quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)

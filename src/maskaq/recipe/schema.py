@@ -35,6 +35,9 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
     return field(default=default, metadata=metadata)
 
 
+STAGES = ("reconstruct", "calibrate")
+"""What fits the student, in this order: block after block, then all blocks at once."""
+
 ROTATIONS = ("heads", "residual", "hidden")
 """What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
 
@@ -240,7 +243,29 @@ class Augment(_Table, path="calibration.augment"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reconstruct(_Table, path="calibration.reconstruct"):
+    """Block after block, through the full-precision model's later blocks (not in the paper)."""
+
+    epochs: int = setting(
+        240, "passes over the synthetic images, shared evenly among the blocks", low=1, high=_MOST_STEPS
+    )
+    lr: float = setting(2e-5, "AdamW's learning rate at the start of each block's cosine", low=0.0, high=_LARGEST_LR)
+    range_lr: float = setting(
+        10.0, "learning rate of scales and zero points, as a multiple of lr", low=0.0, high=1_000_000
+    )
+    block_weight: float = setting(
+        2.0, "weight of the block's own error beside that of the class feature", low=0.0, high=_LARGEST_WEIGHT
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration(_Table, path="calibration"):
+    stages: tuple[str, ...] = setting(
+        ("calibrate",),
+        "what fits the student in turn, a list: reconstruct takes block after block, calibrate all of them at once",
+        choices=STAGES,
+    )
+    reconstruct: Reconstruct = field(default_factory=Reconstruct)
     epochs: int = setting(200, "passes over the synthetic images", low=0, high=_MOST_STEPS)
     batch: int = setting(16, "images per step", low=1)
     optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
@@ -257,6 +282,18 @@ class Calibration(_Table, path="calibration"):
     range_lr: float = setting(
         1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0, high=1_000_000
     )
+    float_weights: float = setting(
+        0.0,
+        "share of the epochs, the first ones, in which weights are not quantized: activations first (not in the paper)",
+        low=0.0,
+        high=0.9,
+    )
+    average: float = setting(
+        0.0,
+        "share of the epochs, the last ones, over whose ends weights and ranges are averaged (not in the paper)",
+        low=0.0,
+        high=1.0,
+    )
     clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0, high=_LARGEST_WEIGHT)
     temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01, high=1_000)
     mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
@@ -268,6 +305,21 @@ class Calibration(_Table, path="calibration"):
         high=_LARGEST_WEIGHT,
     )
     augment: Augment = field(default_factory=Augment)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.stages:
+            raise RecipeError(f"calibration.stages: expected at least one of {', '.join(STAGES)}, got none")
+        if self.float_weights and self.stages != ("calibrate",):
+            raise RecipeError(
+                "calibration.float_weights: expected 0 beside the stage reconstruct, which has quantized the weights "
+                f"already, got {self.float_weights}"
+            )
+        if self.float_weights + self.average > 1:
+            raise RecipeError(
+                f"calibration.average {self.average} begins before calibration.float_weights {self.float_weights} "
+                "ends: expected both together to be at most 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,13 +366,37 @@ class Recipe(_Table, path=""):
         return "" if self.data_free else f"REAL images of {self.synthesis.folder}: a ceiling, NOT data-free"
 
     @property
+    def stages(self) -> dict[str, range]:
+        """The stages that fit the student, each with its epochs: they are numbered through."""
+        lengths = {"reconstruct": self.calibration.reconstruct.epochs, "calibrate": self.calibration.epochs}
+        found, first = {}, 0
+        for stage in self.calibration.stages:
+            found[stage] = range(first, first + lengths[stage])
+            first = found[stage].stop
+        return found
+
+    def stage_of(self, epoch: int) -> str:
+        """The stage that an epoch belongs to; what is beyond all of them, to the last."""
+        return next((stage for stage, epochs in self.stages.items() if epoch in epochs), self.calibration.stages[-1])
+
+    @property
+    def epochs(self) -> int:
+        """Of all stages."""
+        return list(self.stages.values())[-1].stop
+
+    @property
     def rounds(self) -> list[range]:
-        """The epochs between two syntheses: one range for each round of Algorithm 1."""
-        epochs = self.calibration.epochs
+        """The epochs between two syntheses: one range for each round of Algorithm 1.
+
+        Reconstruction comes before the epochs of the first round: its images are never refreshed.
+        """
+        before = self.epochs - len(self.stages.get("calibrate", ()))
+        epochs = self.epochs
         every = self.refresh.every
-        if not every or every >= epochs:
+        if not every or before + every >= epochs:
             return [range(epochs)]
-        return [range(first, min(first + every, epochs)) for first in range(0, epochs, every)]
+        later = range(before + every, epochs, every)
+        return [range(later.start), *(range(first, min(first + every, epochs)) for first in later)]
 
     def steps_in_round(self, round_index: int) -> int:
         """Optimiser steps for each image of a round."""

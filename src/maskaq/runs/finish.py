@@ -56,7 +56,7 @@ def hand_over(
     recipe = recipe_from_dict(run.identity["recipe"])
     seed = run.identity["seed"]
     found = None
-    if recipe.calibration.epochs:
+    if recipe.epochs:
         found = handover.compare(teacher, start, end, recipe, seed=seed, keep=keep, progress=progress)
         run.event(stage="hand over", **found.to_dict())
         if found.end_is_worse:

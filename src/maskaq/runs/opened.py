@@ -324,7 +324,7 @@ def _unfinished(folder: RunFolder, recipe: Recipe) -> str:
         return ""
     try:
         saved = folder.load_checkpoint()
-        done = f"its latest checkpoint is after {saved.epoch if saved else 0} of {recipe.calibration.epochs} epochs"
+        done = f"its latest checkpoint is after {saved.epoch if saved else 0} of {recipe.epochs} epochs"
     except RunFolderError:
         done = "its checkpoint cannot be read"
     return f"{done}; to go on: {_again(folder)}"

@@ -1,5 +1,6 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from maskaq.artifact.saved import as_deployed
 from maskaq.calibrate import handover
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.reconstruction import Reconstructor
 from maskaq.calibrate.stage import Stage
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
@@ -35,6 +37,9 @@ from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.runfolder import RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
+
+STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in (Reconstructor, Calibrator)}
+"""By the names that `calibration.stages` has for them."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def _rounds(
         if history.epoch == 0:
             first = range_images(job.teacher, synthetic, job.recipe)
             init_ranges_(job.student, first, job.recipe.quantization)
-        fit(run, job.stage, history, images, synthetic, round_index, checkpoint_seconds)  # lines 8-11
+        fit(run, job.stages, history, images, synthetic, round_index, checkpoint_seconds)  # lines 8-11
 
 
 @dataclass(frozen=True)
@@ -145,13 +150,14 @@ class _Job:
     progress: Progress
     engine: Engine
     source: ImageSource
-    stage: Stage
+    stages: dict[str, Stage]
+    """What fits the student, by name, in turn."""
 
     @classmethod
     def prepare(
         cls, teacher: nn.Module, recipe: Recipe, out: str | Path, seed: int, progress: Progress, engine: Engine
     ) -> "_Job":
-        """The student with its first ranges, where its images come from, and the stage that fits it."""
+        """The student with its first ranges, where its images come from, and the stages that fit it."""
         plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)
         student = first_student(teacher, recipe, plan, seed)
         as_deployed(student)  # what cannot be saved in the end fails early
@@ -160,11 +166,14 @@ class _Job:
             source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
         else:
             source = FolderImages(teacher, recipe, seed=seed, progress=progress)
-        stage = Calibrator(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
-        return cls(teacher, student, recipe, plan, seed, progress, engine, source, stage)
+        stages = {
+            name: STAGES[name](teacher, student, recipe, seed=seed, progress=progress, engine=engine)
+            for name in recipe.calibration.stages
+        }
+        return cls(teacher, student, recipe, plan, seed, progress, engine, source, stages)
 
     def resume(self, run: RunFolder) -> tuple[StoredImages, StudentHistory]:
-        """Bring student and stage to the latest checkpoint of the folder, if it has one."""
+        """Bring student and stages to the latest checkpoint of the folder, if it has one."""
         if not is_copy(run.read_text("recipe.toml"), self.recipe):
             self.progress.note(
                 f"{run.path('recipe.toml')} was changed; it is a copy for reading, and the run keeps the recipe in "
@@ -174,7 +183,7 @@ class _Job:
             raise RunFolderError(f"{run.root} was begun by another process meanwhile: run the same command again")
         history = StudentHistory(run, self.teacher, self.student, self.recipe, self.plan, self.seed)
         images = StoredImages(run, self.source, history)
-        history.epoch, images.used = restore(run, self.student, self.stage)
+        history.epoch, images.used = restore(run, self.student, self.stages, self.recipe)
         return images, history
 
     def start(self, images: StoredImages) -> nn.Module:
@@ -205,7 +214,7 @@ def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, re
     """Rough estimate of the remaining seconds, from a few timed steps; an epoch costs about one step per image."""
     recipe = job.recipe
     one_pass = collect.seconds_per_pass(job.student)
-    steps = 0.0 if only_images else float(recipe.calibration.epochs - first_epoch)
+    steps = 0.0 if only_images else float(recipe.epochs - first_epoch)
     for round_index, epochs in enumerate(recipe.rounds[:1] if only_images else recipe.rounds):
         if first_epoch < epochs.stop:
             there = len(run.shards(round_index)) * recipe.synthesis.batch / recipe.synthesis.images

@@ -1,6 +1,7 @@
 """Run the epochs of a round, saving checkpoints, and restore the latest checkpoint."""
 
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -8,14 +9,14 @@ from torch import nn
 from maskaq.calibrate.stage import Stage
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import StoredImages, StudentHistory
-from maskaq.recipe.schema import recipe_from_dict
+from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import Checkpoint, RunFolder
 
 
 def fit(
     run: RunFolder,
-    stage: Stage,
+    stages: Mapping[str, Stage],
     history: StudentHistory,
     stored: StoredImages,
     images: SyntheticSet,
@@ -25,13 +26,15 @@ def fit(
     """Run the remaining epochs of a round, with regular checkpoints and one at the end."""
     rounds = history.recipe.rounds
     epochs = rounds[round_index]
-    left = range(max(history.epoch, epochs.start), epochs.stop)
-    done = len(epochs) - len(left)
-    title = f"{stage.name}, round {round_index + 1} of {len(rounds)}"
-    stage.progress.stage(title, len(images) * len(epochs), done=len(images) * done)
-    last_saved = time.monotonic()
-    for epoch in left:
+    last_saved, running = time.monotonic(), None
+    for epoch in range(max(history.epoch, epochs.start), epochs.stop):
         began = time.monotonic()
+        stage = stages[history.recipe.stage_of(epoch)]
+        if stage is not running:
+            here = _shared(epochs, history.recipe.stages[stage.name])
+            title, done = f"{stage.name}, round {round_index + 1} of {len(rounds)}", epoch - here.start
+            stage.progress.stage(title, len(images) * len(here), done=len(images) * done)
+            running = stage
         losses = stage.epoch(images, epoch)
         history.epoch = epoch + 1
         seconds = time.monotonic() - began
@@ -40,6 +43,10 @@ def fit(
             stored.used |= {round_index: stored.digests[round_index]}
             _checkpoint(run, history.student, stage, history.epoch, stored.used)
             last_saved = time.monotonic()
+
+
+def _shared(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, shards: dict[int, list[str]]) -> None:
@@ -52,15 +59,20 @@ def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, sh
     run.save_checkpoint(Checkpoint(epoch, *files.flatten_state(state), shards), keep=starts)
 
 
-def restore(run: RunFolder, student: nn.Module, stage: Stage) -> tuple[int, dict[int, list[str]]]:
-    """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used."""
+def restore(
+    run: RunFolder, student: nn.Module, stages: Mapping[str, Stage], recipe: Recipe
+) -> tuple[int, dict[int, list[str]]]:
+    """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used.
+
+    A checkpoint holds the state of the stage that it was written in: those before it are done, later ones begin anew.
+    """
     saved = run.load_checkpoint()
     if saved is None:
         return 0, {}
     state = saved.state()
     try:
         student.load_state_dict(state["student"])
-        stage.load_state_dict(state["optimizer"])
+        stages[recipe.stage_of(saved.epoch - 1)].load_state_dict(state["optimizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise files.DamagedError(run.path("checkpoints"), error, files.RESTORE) from error
     return saved.epoch, dict(saved.shards)

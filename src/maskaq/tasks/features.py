@@ -27,6 +27,7 @@ _IN_PLACE_OF: dict[str, str | None] = {
     "soft_class_prior": None,
     "region_prior": None,
     "logit_kl": "feature_error",
+    "class_feature": "feature_error",
 }
 """Loss terms of classes -> the term of features in their place, or none."""
 

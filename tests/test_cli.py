@@ -653,7 +653,7 @@ MISTAKES = {
     ),
     "no term left": (
         lambda f, p: quantize(f, p / "run", "--set", *[f"calibration.terms.{t}=0" for t in CALIBRATION_TERMS]),
-        ["[calibration.terms] every term has weight 0"],
+        ["[calibration.terms] no term is left"],
     ),
     "unknown quantizer": (
         lambda f, p: quantize(f, p / "run", "--set", "quantization.activation=lqs"),
@@ -1088,6 +1088,6 @@ def test_progress_survives_an_advance_before_any_stage(kind):
 @pytest.mark.parametrize(("agreement", "said", "lines"), [(0.75, "6 of 8 images", 4), (1.0, "8 of 8 images", 3)])
 def test_an_export_says_on_how_many_images_file_and_model_agree(agreement, said, lines):
     facts = {"weights": 3, "sites": 4, "codes": 50, "turned": 0, "farthest": 0.0, "logits": 1e-6, "images": 8}
-    found = SimpleNamespace(**facts, agreement=agreement, correlation=0.9)
+    found = SimpleNamespace(**facts, agreement=agreement, agreement_means="predict the same class", correlation=0.9)
     text = list(draw.verification(found, "ONNX Runtime", "products"))
     assert said in text[1] and "%" not in text[1] and len(text) == lines

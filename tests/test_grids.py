@@ -267,7 +267,7 @@ def test_inspect_says_them(capsys):
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
 @pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["log", "head", pytest.param("both", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+@pytest.mark.parametrize("build", [tiny_vit, pytest.param(tiny_swin, marks=pytest.mark.slow)])
 def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, kind, bits):
     from maskaq.artifact.export.runtimes import products
 
@@ -279,8 +279,9 @@ def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, k
 
 
 @pytest.mark.skipif(not find_spec("openvino") or not find_spec("onnxruntime"), reason="needs maskaq[openvino]")
-@pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["log", pytest.param("head", marks=pytest.mark.slow), "both"])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", ["w3a3", "w8a8"])
+@pytest.mark.parametrize("kind", ["log", "head", "both"])
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
 def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
     teacher, student = pair(small_recipe(f"quantization.bits={bits}", *KINDS[kind]), build)

@@ -66,7 +66,7 @@ def test_rounds_without_reconstruction_are_what_they_were(epochs, every):
     [
         (["calibration.stages=[]"], "at least one of reconstruct, calibrate"),
         (["calibration.stages=blocks"], "unknown value 'blocks'"),
-        (["calibration.stages=3"], "expected a list of words"),
+        (["calibration.stages=3"], "expected a list out of"),
         (["calibration.average=1.5"], "calibration.average: expected a number from 0.0 to 1.0"),
         (["calibration.average=-0.1"], "calibration.average"),
         (["calibration.average=some"], "calibration.average: expected a finite number"),

@@ -546,6 +546,7 @@ def test_which_images_of_a_folder_are_taken_depends_on_the_seed(tmp_path, photos
     assert not torch.equal(runs[0].images, runs[1].images)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_real_images_goes_on_and_needs_the_folder_no_more_once_it_has_its_images(tmp_path, photos):
     recipe = ceiling(photos)
     quantize(tiny_vit(), recipe, tmp_path / "straight")

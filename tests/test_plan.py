@@ -145,7 +145,7 @@ def test_what_is_no_plan_is_told(rows):
         assert not QuantPlan.from_dict(rows)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["vit", pytest.param("swin", marks=pytest.mark.slow)])
 def test_a_run_with_rules_is_saved_loaded_resumed_exported_and_reported(tmp_path, family):
     build, name, args = MODELS[family]
     recipe, out = small_recipe(*SET), tmp_path / "run"

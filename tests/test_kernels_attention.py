@@ -273,21 +273,21 @@ def test_a_result_that_nobody_used_costs_no_zeros(use):
     with Calls() as calls:
         results(fused, case(), (use,))
     (arguments,) = calls.arguments
-    given = dict(zip(("heads", "scores", "received"), arguments[8:11], strict=True))
+    given = dict(zip(("heads", "scores", "received"), arguments[9:12], strict=True))
     assert [name for name, gradient in given.items() if gradient is not None] == [use]
 
 
 @inside
 def test_gradients_of_scores_may_be_dense_or_padded_with_anything():
     q, k, v = (x.detach() for x in case(tokens=13)[:3])
-    *_, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, True, 0, 0)
+    *_, lse = torch.ops.maskaq.attention(q, k, v, SCALE, None, None, 0, None, True, 0, 0)
     dense = torch.randn(4, 1, 13, 13)
     padded = torch.full((4, 1, 13, 16), torch.nan)
     padded[..., :13] = dense
     given, rest = [torch.randn_like(v), dense], (None, 0, 0, False, False)
-    expected, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, *rest)
+    expected, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, None, lse, *given, *rest)
     given[1] = padded
-    actual, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, lse, *given, *rest)
+    actual, _, _ = torch.ops.maskaq.attention_backward(q, k, v, SCALE, None, None, 0, None, lse, *given, *rest)
     torch.testing.assert_close(actual, expected)
 
 
@@ -299,7 +299,7 @@ def test_is_a_good_citizen_of_torch(windows):
         bias = F.pad(bias.detach(), (0, -bias.shape[-1] % 8)).requires_grad_()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(
-        torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, True, 1, 12), test_utils=tests
+        torch.ops.maskaq.attention.default, (q, k, v, SCALE, bias, p_scale, 15, None, True, 1, 12), test_utils=tests
     )
 
 

@@ -34,7 +34,7 @@ def runs_here(words):
     if words[0] in ("export", "bench-runtime") and not HAS_ONNX:
         return False
     for_openvino = any(word == "openvino" or word.endswith(".xml") for word in words)
-    return "deit_tiny_patch16_224" not in words and not for_openvino
+    return not {"deit_tiny_patch16_224", "vit_small_patch14_dinov2"} & set(words) and not for_openvino
 
 
 def test_the_pages_have_what_these_tests_look_for():

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maskaq.errors import DataError
-from maskaq.losses.distill import relative_error
 from maskaq.progress import Progress
 from maskaq.tasks.outputs import outputs
 from maskaq.tasks.task import Batches, Column, Task
@@ -106,10 +105,7 @@ class Features(Task):
         return f"{value:.3f}"
 
     def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
-        return {
-            "similarity": self.agreement(expected[None], found[None]).item(),
-            "error": relative_error(expected[None], found[None]).item(),
-        }
+        return {"similarity": self.agreement(expected[None], found[None]).item()}
 
     @torch.no_grad()
     def evaluate(

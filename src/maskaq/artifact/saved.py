@@ -306,7 +306,8 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     try:
         name = architecture["name"]
         args = dict(architecture.get("args", {}))
-        shapes = {key: tuple(value.shape) for key, value in load_shape(name, args).state_dict().items()}
+        exposed = expose(load_shape(name, args), geometry(deployed).task)
+        shapes = {key: tuple(value.shape) for key, value in exposed.state_dict().items()}
         own = {key: tuple(value.shape) for key, value in _float_state(deployed).items()}
         if shapes != own:
             key = next(key for key in (*own, *shapes) if own.get(key) != shapes.get(key))

@@ -19,7 +19,7 @@ from maskaq.images.augment import mix, simclr
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
-from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
+from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective, possible
 from maskaq.models import geometry
 from maskaq.models.taps import Taps, taps
 from maskaq.progress import Progress
@@ -56,7 +56,8 @@ class Calibrator:
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
-        self.objective = Objective(CALIBRATION_TERMS, self.task.terms(self.config.terms), "calibration.terms")
+        weights = possible(self.task.terms(self.config.terms), CALIBRATION_TERMS, self.geometry)
+        self.objective = Objective(CALIBRATION_TERMS, weights, "calibration.terms")
         self.points = tuple(need for need in ("heads", "blocks", "class_features") if need in self.objective.needs)
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()

@@ -57,6 +57,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         "checkpoint": resolve.absolute(chosen.checkpoint) if chosen.checkpoint else None,
         "mean": chosen.mean,
         "std": chosen.std,
+        "task": chosen.task,
         "architecture": architecture_of(model, chosen.model, model_args),
         "command": invocation.command_line,
     }

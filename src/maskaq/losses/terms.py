@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from maskaq.errors import RecipeError, unknown
 from maskaq.losses import attention, distill, image, targets
 from maskaq.randomness import fold, uniform
-from maskaq.shapes import Layer
+from maskaq.shapes import Geometry, Layer
 
 Term = Callable[[Any], Tensor]
 
@@ -119,8 +119,8 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it. Synthesis: "student", "masks", "heads", "received", "regions"; calibration:
-    "heads", "blocks", "class_features"."""
+    """What must be computed for it. Synthesis: "student", "maps", "masks", "heads", "received", "regions";
+    calibration: "heads", "blocks", "class_features"."""
 
     @property
     def built_in(self) -> bool:
@@ -157,6 +157,15 @@ def synthesis_term(function: Term | None = None, *, needs: tuple[str, ...] = ())
 def calibration_term(function: Term | None = None, *, needs: tuple[str, ...] = ()) -> Any:
     """Decorator: a function of a CalibrationView giving (B,) becomes a term under its own name."""
     return _register(CALIBRATION_TERMS, function, needs)
+
+
+_OF_LAYERS = frozenset({"maps", "masks", "heads", "received"})
+
+
+def possible(weights: Mapping[str, float], terms: Mapping[str, TermSpec], geometry: Geometry) -> dict[str, float]:
+    """The terms of a recipe without those that need attention over patches, or blocks, where a model has none."""
+    lacking = (_OF_LAYERS if not geometry.layers else frozenset()) | ({"blocks"} if not geometry.blocks else set())
+    return {name: w for name, w in weights.items() if name not in terms or not lacking & set(terms[name].needs)}
 
 
 class Objective:
@@ -233,19 +242,19 @@ def total_variation_norm(v: SynthesisView) -> Tensor:
     return v.run(image.total_variation_norm, v.images)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity(v: SynthesisView) -> Tensor:
     """L_IH (Eq. 3): the heads of a layer should attend alike, 1 - SSIM."""
     return v.run.over_maps(attention.head_similarity, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity_squared(v: SynthesisView) -> Tensor:
     """L_IH as the release computes it: 1 - SSIM^2."""
     return v.run.over_maps(attention.head_similarity_squared, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def similarity_entropy(v: SynthesisView) -> Tensor:
     """L_fb (Eq. 10): minus the entropy of patch similarities; object apart from background."""
     return v.run.over_maps(attention.similarity_entropy, v)

@@ -21,7 +21,7 @@ from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
 from maskaq.images.synthesis import Synthesizer
-from maskaq.models import expose, refuse_zero_weights
+from maskaq.models import adopted, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan
 from maskaq.quant.rotation import rotate, rotated
@@ -95,6 +95,7 @@ def quantize(
     progress = progress or Progress()
     seed = whole_number(seed)
     device = pick_device(device)
+    model = adopted(model)
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
     if is_finished(out, asked, None if only_images else keep):
@@ -104,6 +105,8 @@ def quantize(
     teacher = rotate(teacher, recipe.quantization.rotate).to(device)
     for reason in rotated(teacher).left_out:
         progress.note(f"not rotated: {reason}")
+    if (few := geometry(teacher).left_out) and recipe.data_free:
+        progress.note(f"{len(few)} attentions are quantized and left out of the losses on attention maps: {few[0]}")
     job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress))
     about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
     check_folder(recipe, out)

@@ -243,3 +243,22 @@ def test_a_family_from_end_to_end(family, tmp_path):
         pytest.skip(NOT_EXPORTED[family])
     verified = export(loaded, tmp_path / "model.onnx", "onnx", images)
     assert verified.codes > 0
+
+
+def test_torchs_own_multi_head_attention_is_taken_apart():
+    class Block(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = Own(Block).eval()
+    exposed = expose(model)
+    images = images_of(exposed)
+    with torch.no_grad():
+        assert torch.allclose(exposed(images), model(images), atol=1e-6)
+    names = set(layers(exposed))
+    assert {f"attentions.0.1.attention.{part}" for part in ("q", "out_proj", "products.qk", "products.av")} <= names

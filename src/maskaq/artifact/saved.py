@@ -26,7 +26,8 @@ from maskaq import zoo
 from maskaq.artifact.card import model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
-from maskaq.models.load import architecture_of_state, load_shape, rebuild
+from maskaq.models.hf import HuggingFace
+from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
@@ -286,7 +287,9 @@ def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = Non
     record: Any = getattr(deployed, "pretrained_cfg", None) or {}
     candidates = [given, _remembered(deployed).get("timm")]
     try:
-        if record.get("architecture"):
+        if isinstance(deployed, HuggingFace):
+            candidates.append(architecture_of(deployed, ""))
+        elif record.get("architecture"):
             state = _float_state(deployed)
             size = geometry(deployed).image_size
             candidates.append(architecture_of_state(state, str(record["architecture"]), image_size=size))

@@ -1,4 +1,5 @@
-"""Convolutions as plain ones: BatchNorm folded into the layer before it, special convolutions written as usual ones.
+"""Layers as plain ones: BatchNorm folded into the layer before it, special convolutions written as usual ones, and
+torch's multi-head attention with a linear layer each for q, k and v.
 
 In a frozen model all of this is constant, so the outputs stay the same and every weight can be quantized. A BatchNorm
 that does not follow a convolution or a linear layer stays, in float.
@@ -12,6 +13,7 @@ import torch
 from timm.layers import BatchNormAct2d, Conv2dSame, StdConv2d, StdConv2dSame
 from timm.layers.padding import get_same_padding
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, BatchNormAct2d)
@@ -101,9 +103,51 @@ def _write_plainly(model: nn.Module, image: Tensor) -> None:
         with _hooked(special, after):
             model(image)
     for name, module in list(model.named_modules()):
+        parent, _, child = name.rpartition(".")
         if module in sizes:
-            parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, _plain(module, sizes[module]))
+        elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None and module.bias_k is None:
+            setattr(model.get_submodule(parent), child, MultiheadAttention(module).eval())
+
+
+class MultiheadAttention(nn.Module):
+    """`nn.MultiheadAttention` as layers and one attention; it gives no maps, which nobody asks for."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.num_heads: int = attention.num_heads
+        self.batch_first: bool = attention.batch_first
+        self.in_proj_bias = None  # so that nn.TransformerEncoderLayer calls it
+        biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
+        weights = attention.in_proj_weight.chunk(3)
+        self.q, self.k, self.v = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
+        self.out_proj = _linear(attention.out_proj.weight, attention.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        tokens = (query, key, value) if self.batch_first else (x.transpose(0, 1) for x in (query, key, value))
+        layers = (self.q, self.k, self.v)
+        q, k, v = (f(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for f, x in zip(layers, tokens, strict=True))
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        return (output if self.batch_first else output.transpose(0, 1)), None
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return linear
 
 
 def _plain(conv: Any, size: tuple[int, int]) -> nn.Module:

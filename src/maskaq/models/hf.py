@@ -4,7 +4,8 @@
 transformers' own `AttentionInterface`; the classes that do not use it are rewired as any other model is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class HuggingFace(nn.Module):
         self.masks_patches = hasattr(config, "mask_ratio")
         if self.masks_patches:
             config.mask_ratio = 0.0  # of ViT-MAE: an encoder that sees all patches
-        if "maskaq" in _interface():
+        with _quiet(_transformers()):  # it warns of those that have no such interface, which are rewired
+            _register()
             model.set_attn_implementation(_ATTENTION)
         names = [str(config.id2label[i]) for i in range(self.num_classes)] if self.has_classifier else []
         named = names and any(name != f"LABEL_{i}" for i, name in enumerate(names))
@@ -97,23 +99,19 @@ def adopted(model: Any) -> Any:
 def load(source: str) -> HuggingFace:
     """The model of a folder or of a repository of the hub, with its weights, float32."""
     transformers = _transformers()
-    quiet = transformers.utils.logging
-    level = quiet.get_verbosity()
     try:
-        quiet.set_verbosity_error()
         config = transformers.AutoConfig.from_pretrained(source)
         name = (getattr(config, "architectures", None) or [""])[0]
         cls = getattr(transformers, _PART.get(name, name), None)
         if cls is None:
             cls = transformers.AutoModel
-        model, report = cls.from_pretrained(source, torch_dtype=torch.float32, output_loading_info=True)
+        with _quiet(transformers):
+            model, report = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # hub, disk, json, unknown model types: many classes, one remedy
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{PREFIX}{source}: expected a folder or repository of a transformers model: {line}"
         ) from error
-    finally:
-        quiet.set_verbosity(level)
     missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
     if missing:
         raise CheckpointError(
@@ -151,15 +149,28 @@ def _transformers() -> Any:
     return transformers
 
 
-def _interface() -> Any:
-    """transformers' registry of attention functions, with ours in it."""
+def _register() -> None:
+    """Make our attention function known to transformers."""
     transformers = _transformers()
-    registry = transformers.AttentionInterface
-    registry.register(_ATTENTION, attention)
+    transformers.AttentionInterface.register(_ATTENTION, attention)
     masks = getattr(transformers, "AttentionMaskInterface", None)
     if masks is not None:  # vision models ask for no mask, or bring their own
-        masks.register(_ATTENTION, lambda *args, **kwargs: None)
-    return registry().valid_keys() if hasattr(registry(), "valid_keys") else (_ATTENTION,)
+        masks.register(_ATTENTION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
 
 
 def _processor(source: str) -> Any:

@@ -144,12 +144,13 @@ def expose_(model: nn.Module, image: Tensor) -> Exposed:
             "built for another size, set model.pretrained_cfg = {'input_size': (channels, height, width)}"
         ) from error
     expected = probe.logits_of(before.output, model).detach()
+    fold_(model, image)
+    before = probe.watch(model, image)
     if before.unreached:
         raise ModelError(
             f"attention is computed by {next(iter(before.unreached))}, which is no method of a module of this "
             f"{type(model).__name__}: move the call of scaled_dot_product_attention into the attention module"
         )
-    fold_(model, image)
     owners = _rewire(model, before)
     _bind(model, owners, image)
     _check(model, owners, expected, image)

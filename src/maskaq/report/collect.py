@@ -125,11 +125,13 @@ def collect(
         progress.stage("measure layers for the report", passes(student, len(images)))
         seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
-        facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
+        has_maps = bool(geometry(teacher).layers)
+        if has_maps:
+            facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
+            tensors |= maps
         facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
-        if geometry(teacher).classes:
+        if geometry(teacher).classes and has_maps:
             facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
-        tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
     return Collected(finite(facts), tensors)
 

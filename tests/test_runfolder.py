@@ -267,7 +267,7 @@ def test_a_run_killed_before_its_first_file_was_whole_starts_anew(tmp_path):
     for name in (".lock", ".lock.pid", ".run.json.123.tmp"):
         (tmp_path / name).touch()
     reopen(tmp_path).close()
-    assert names(tmp_path) == [".lock", ".lock.pid", "recipe.toml", "run.json"]
+    assert names(tmp_path) == [".lock", ".lock.pid", "leases", "recipe.toml", "run.json"]
 
 
 def test_every_change_of_run_json_is_noticed(run):

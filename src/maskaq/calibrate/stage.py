@@ -17,6 +17,8 @@ class Stage(Protocol):
     name: str
     """What it does, for progress and events."""
     progress: Progress
+    parallel: bool
+    """Whether several processes share an epoch; else it is the work of one, whom the others follow."""
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images; gives the mean of each loss term."""

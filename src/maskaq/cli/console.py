@@ -119,7 +119,19 @@ class ProgressLines(Progress):
         self.console.print(text)
 
 
+class Notes(ProgressLines):
+    """Notes alone, for one of several processes that is not the one to speak for all."""
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        """Seen by the leader."""
+
+    def forecast(self, seconds: float) -> None:
+        """Seen by the leader."""
+
+
 def progress_for(console: Console) -> ProgressBar | ProgressLines:
+    if console.quiet:
+        return Notes(Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True))
     return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 

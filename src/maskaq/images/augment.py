@@ -237,6 +237,10 @@ def simclr(
     return _sometimes(lambda x: gaussian_blur(x, sigma, size), images, keys, "blur", blur).clamp(0, 1)
 
 
+REACH = 3
+"""How many images before it, in a batch that goes round, `mix` may put into an image: one, and then two."""
+
+
 def mix(images: Tensor, keys: Tensor, *, cutmix: float, mixup: float) -> Tensor:
     """Images mixed with others of the batch; the teacher labels what comes out, so no label is needed.
 

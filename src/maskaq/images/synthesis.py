@@ -76,6 +76,7 @@ class Synthesizer:
         self.blamed: str | None = None
         """What to do about a term that lost images, once some are lost; empty where it was no single term."""
         self._room: int | None = None
+        self._expected = 0
         self._buffers: _StepBuffers | None = None
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
@@ -122,6 +123,13 @@ class Synthesizer:
             self.batch = max(1, self._room // self.config.batch) * self.config.batch
         return self.batch
 
+    def expect(self, images: int) -> None:
+        """Calls are of at most so many images. A captured step has buffers for that many, also in a smaller call:
+        the GPU then runs the same kernels, and an image is the same to the bit, whoever makes it and with which others.
+        """
+        if self._expected != images:
+            self._room = self.batch = self._expected = images
+
     def _fitting(self) -> int:
         """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""
         few = 4
@@ -138,7 +146,8 @@ class Synthesizer:
         """One step of one image, after the set-up; from a few steps. None where images are what they start from."""
         if not self.recipe.most_steps:
             return None
-        count = min(self.config.images, self.images_at_once())
+        shards = -(-self.config.images // self.config.batch)
+        count = min(self.config.images, self.shards_at_once(shards) * self.config.batch)
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
         seconds = 0.0
@@ -284,6 +293,8 @@ class Synthesizer:
     def _buffers_for(self, count: int) -> "_StepBuffers":
         """Buffers for this many images. A captured step reuses its buffers for every later batch that fits."""
         buffers = self._buffers
+        if self.engine.captures:
+            count = max(count, min(self._expected, self.batch))
         if (
             buffers is None
             or len(buffers.labels) < count

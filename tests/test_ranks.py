@@ -1,16 +1,22 @@
 """Several ranks calibrate one student: the same run as one process, up to the order of sums."""
 
+import contextlib
+import errno
 import json
 import multiprocessing
 import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import small_recipe, tensors, tiny_vit
+from helpers import assert_same_run, small_recipe, tensors, tiny_vit
 
+import maskaq
 from maskaq import ranks as group
 from maskaq.calibrate.calibrator import Share
 from maskaq.errors import MaskaqError
@@ -178,3 +184,121 @@ def test_an_error_of_the_leader_ends_all_ranks(tmp_path):
     assert in_ranks(2, run_and_tell, out, RECIPE) == [1, 1]
     assert "is not a run folder" in Path(f"{out}.0").read_text()
     assert Path(f"{out}.1").read_text().startswith("RankError: rank 1 lost another rank")
+
+
+# ---- faults
+
+
+def run_with_a_full_disk(out: Path) -> None:
+    if os.environ["RANK"] == "1":
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        os.fsync = full
+    run(out)
+
+
+def test_a_rank_with_a_full_disk_leaves_the_images_to_others_and_calibrates(tmp_path, alone):
+    out = tmp_path / "run"
+    assert in_ranks(2, run_with_a_full_disk, out) == [0, 0]
+    for shard in (alone / "images/round_00").glob("shard_*"):
+        assert shard.read_bytes() == (out / "images/round_00" / shard.name).read_bytes()
+    assert not list((out / "events").glob("*")) if (out / "events").exists() else True
+
+
+def run_as_another_version(out: Path) -> None:
+    if os.environ["RANK"] == "1":
+        maskaq.__version__ = "0.0.1"
+    run_and_tell(out, RECIPE)
+
+
+def test_a_rank_of_another_version_is_refused(tmp_path):
+    out = tmp_path / "run"
+    assert in_ranks(2, run_as_another_version, out) == [1, 1]
+    assert "maskaq 0.0.1 here" in Path(f"{out}.1").read_text().replace(f"{maskaq.__version__} there, ", "")
+
+
+# ---- processes that `--workers` starts, and torchrun
+
+SMALL = ("synthesis.images=24", "synthesis.batch=4", "synthesis.steps=6", "refresh.every=3", "refresh.steps=4")
+MODEL = ("quantize", "cifar10_vit", "--recipe", "demo", "--bits", "w4a4", "--device", "cpu", "--no-report")
+QUICK = (*MODEL, "--lease", "2", "--set", *SMALL, "calibration.epochs=6", "calibration.batch=12")
+
+
+def command(*words: object, torchrun: bool = False) -> subprocess.Popen:
+    how = ["torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1", "-m"] if torchrun else []
+    return subprocess.Popen(
+        [sys.executable, "-m", *how, "maskaq", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+
+
+def rank_of(launcher: int, number: int) -> int | None:
+    """The process that is this rank, once it is there."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_child = f"PPid:\t{launcher}\n" in (folder / "status").read_text()
+            if is_child and f"\0RANK={number}\0" in "\0" + (folder / "environ").read_text():
+                return int(folder.name)
+    return None
+
+
+def wait_until(fact, process: subprocess.Popen) -> None:
+    until = time.monotonic() + 120
+    while not fact() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "two"
+    process = command(*QUICK, "--workers", 2, "--out", out)
+    assert process.wait() == 0, process.stderr.read()
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("phase", ["synthesis", "calibration"])
+@pytest.mark.parametrize("torchrun", [False, True], ids=["workers", "torchrun"])
+def test_a_rank_that_is_killed_costs_nothing_but_time(tmp_path, two_workers, number, phase, torchrun):
+    out = tmp_path / "run"
+    words = [*QUICK, "--out", out, *(() if torchrun else ("--workers", 2))]
+    process = command(*words, torchrun=torchrun)
+    events = out / "events.jsonl"
+    begun = {
+        "synthesis": lambda: len(list(out.glob("images/round_00/shard_*"))) > 0,
+        "calibration": lambda: events.exists() and '"epoch": 1' in events.read_text(),
+    }
+    wait_until(begun[phase], process)
+    os.kill(rank_of(process.pid, number), signal.SIGKILL)
+    assert process.wait() == 0, process.stderr.read()
+    assert_same_run(out, two_workers)
+    for shard in two_workers.glob("images/*/shard_*"):
+        assert shard.read_bytes() == (out / shard.relative_to(two_workers)).read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_workers_and_the_same_command_goes_on(tmp_path, two_workers):
+    out = tmp_path / "run"
+    process = command(*QUICK, "--workers", 2, "--out", out)
+    wait_until(lambda: len(list(out.glob("images/round_00/shard_*"))) > 0, process)
+    ranks = [rank_of(process.pid, number) for number in (0, 1)]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors.count("interrupted") == 1 and "Traceback" not in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert command(*QUICK, "--workers", 2, "--out", out).wait() == 0
+    assert_same_run(out, two_workers)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once_by_all_workers(tmp_path):
+    process = command("quantize", "no_such_model", "--workers", 3, "--device", "cpu", "--out", tmp_path / "run")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and errors.count("no_such_model") == 1 and "Traceback" not in errors

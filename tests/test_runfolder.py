@@ -267,7 +267,7 @@ def test_a_run_killed_before_its_first_file_was_whole_starts_anew(tmp_path):
     for name in (".lock", ".lock.pid", ".run.json.123.tmp"):
         (tmp_path / name).touch()
     reopen(tmp_path).close()
-    assert names(tmp_path) == [".lock", ".lock.pid", "leases", "recipe.toml", "run.json"]
+    assert names(tmp_path) == [".lock", ".lock.pid", "recipe.toml", "run.json"]
 
 
 def test_every_change_of_run_json_is_noticed(run):
@@ -329,7 +329,7 @@ def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
     ):
         with pytest.raises(RunFolderError, match="reading only"):
             write()
-    assert names(run.root) == [".lock", ".lock.pid", "recipe.toml", "run.json"]
+    assert names(run.root) == [".lock", ".lock.pid", "leases", "recipe.toml", "run.json"]
 
 
 def test_json_files_come_back_and_damage_is_named(run):

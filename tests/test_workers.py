@@ -13,9 +13,11 @@ import pytest
 import safetensors.torch
 from helpers import VIT, VIT_ARGS, assert_same_run, hook, in_process, rewrite_run_json, small_recipe, tiny_vit
 
+from maskaq.cli.main import main
 from maskaq.errors import RunFolderError
 from maskaq.runs import work as working
 from maskaq.runs.quantize import quantize
+from maskaq.runs.status import status
 from maskaq.runs.work import work
 from maskaq.storage import leases as leasing
 from maskaq.storage.files import write_bytes_atomic
@@ -347,3 +349,26 @@ def test_what_another_machine_is_writing_stays_when_the_run_is_opened_again(tmp_
     os.utime(old, (time.time() - 4000,) * 2)
     with RunFolder.open(root, {}):
         assert recent.exists() and not old.exists()
+
+
+# ---- status
+
+
+def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alone, capsys):
+    done = status(alone)
+    assert (done.stage, done.round, done.shards, done.epochs, done.workers) == ("finished", 2, 6, 4, [])
+    out = tmp_path / "run"
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 3)
+    leases = Leases(out / "leases")
+    assert leases.claim("round_00-part_0004")
+    half = status(out)
+    assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
+    assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
+    assert any("leads the run" in worker.does and worker.rate > 0 for worker in half.workers)
+    leases.close()
+    in_process(help_out, out, 60.0, "", 1, 0.1)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(["status", str(out), "--json", str(tmp_path / "status.json")]) == 0
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
+    assert json.loads((tmp_path / "status.json").read_text())["stage"] == "calibrate"
+    assert "6 of 6 in this round" in capsys.readouterr().out

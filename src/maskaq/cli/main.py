@@ -25,6 +25,7 @@ from maskaq.cli import (
     list_names,
     quantize,
     report,
+    status,
     synthesize,
     work,
 )
@@ -55,6 +56,7 @@ COMMANDS: dict[str, Command] = {
     "synthesize": synthesize,
     "calibrate": calibrate,
     "work": work,
+    "status": status,
     "evaluate": evaluate,
     "export": export,
     "report": report,

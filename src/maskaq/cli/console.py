@@ -323,3 +323,11 @@ def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
         figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
         table.add_row(s.file, s.runtime, str(s.batch), *figures)
     return table
+
+
+def plain_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of words."""
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -243,7 +243,7 @@ def test_reparametrizing_leaves_the_float_model_alone_and_gives_each_channel_its
     assert layer.input_quantizer.scale.numel() == 1
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_mlps_with_relu_learn_what_the_models_own_give(build):
     more = ("quantization.mlp=relu", "calibration.stages=relu", "calibration.relu.lr=0.01", "calibration.relu.steps=60")
     teacher, student, images, recipe = student_of(build, *STATIC, *more)
@@ -263,7 +263,7 @@ def test_mlps_with_relu_learn_what_the_models_own_give(build):
         quantize(build(), load_recipe("paper", "calibration.stages=relu"), "nowhere")
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_searching_never_makes_the_output_of_a_layer_worse(build):
     rule = 'quantization.rule={match="*.av.a", quantizer="log"}'
     teacher, student, images, recipe = student_of(build, *STATIC, rule)
@@ -355,8 +355,10 @@ def test_dropped_values_are_the_float_ones_and_as_many_as_asked():
 # ---------------------------------------------------------------- generators
 
 
-@pytest.mark.parametrize("name", ["gdfq", "qimera", "adadfq"])
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+GENERATORS = {f"{name}, {model}": (name, b) for name in ("gdfq", "qimera", "adadfq") for model, b in BUILDS.items()}
+
+
+@pytest.mark.parametrize(("name", "build"), mostly_slow(GENERATORS, "qimera, vit", "adadfq, swin"))
 def test_a_generators_images_are_the_same_in_any_batch_and_learn_their_objective(name, build):
     recipe = tiny(name, "synthesis.generator.steps=12", "synthesis.lr=0.01")
     source = GeneratedImages(*pair(recipe, build), recipe)
@@ -392,7 +394,7 @@ def test_a_generator_refuses_terms_of_attention_and_models_without_classes():
 # ---------------------------------------------------------------- runs
 
 RUNS = {f"{name}, {model}": (name, build) for name in METHODS for model, build in BUILDS.items()}
-SOME = ("psaq-vit-v2, vit", "adalog, swin", "aphq-vit, vit", "clamp-vit, swin", "adadfq, vit", "dfq-vit, swin")
+SOME = ("psaq-vit-v2, vit", "repq-vit, swin", "aphq-vit, vit", "clamp-vit, vit", "adadfq, vit")
 
 
 @pytest.mark.parametrize(("name", "build"), mostly_slow(RUNS, *SOME))

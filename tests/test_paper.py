@@ -80,7 +80,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("overrides", mostly_slow(READINGS, "L_align on N x N maps", "SimCLR in synthesis"))
+@pytest.mark.parametrize("overrides", mostly_slow(READINGS, "L_align on N x N maps"))
 def test_every_literal_reading_is_a_setting_that_runs_and_changes_the_model(tmp_path, overrides):
     assert f"`{' '.join(overrides)}`" in METHOD
     small = ("synthesis.images=4", "calibration.epochs=2", "refresh.every=0")

@@ -387,6 +387,8 @@ def test_superposed_latents_are_shares_of_several_classes():
 def test_a_generator_refuses_terms_of_attention_and_models_without_classes():
     with pytest.raises(RecipeError, match="no masks: set the weights"):
         quantize(tiny_vit(), tiny("gdfq", "synthesis.terms.attention_alignment=0.1"), "nowhere")
+    with pytest.raises(RecipeError, match="no maps: set the weights"):
+        quantize(tiny_vit(), tiny("gdfq", "synthesis.terms.head_similarity=1"), "nowhere")
     with pytest.raises(RecipeError, match="images of classes"):
         quantize(tiny_vit(num_classes=0), tiny("gdfq"), "nowhere")
 

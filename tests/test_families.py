@@ -39,7 +39,7 @@ def test_a_model_computes_the_same_once_exposed(family):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("family", ["eva02", "swinv2", "samvit", "twins", "maxvit", "sam2"])
+@pytest.mark.parametrize("family", ["eva02", "swinv2", "samvit", "twins", "sam2"])
 def test_maps_are_laid_out_as_the_image_is(family):
     """A change of one patch of a block's input is seen where the layout says that patch is."""
     exposed = expose(small(family))

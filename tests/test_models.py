@@ -287,8 +287,10 @@ def test_geometry_agrees_with_what_the_blocks_give(build):
     with taps(exposed, "probs", "probs_received", "heads", "blocks") as seen, torch.no_grad():
         exposed(images)
         assert len(seen["heads"]) == len(facts.layers) == len({x.attention for x in facts.layers})
-        points = (seen[name] for name in ("probs", "probs_received", "heads", "blocks"))
-        for layer, probs, received, heads, block in zip(facts.layers, *points, strict=True):
+        blocks = dict(zip(facts.blocks, seen["blocks"], strict=True))
+        points = (seen[name] for name in ("probs", "probs_received", "heads"))
+        for layer, probs, received, heads in zip(facts.layers, *points, strict=True):
+            block = blocks[layer.block]
             patches = layer.grid[0] * layer.grid[1]
             assert len(heads) == 2 * layer.windows
             assert layer.patch_heads(heads).shape == (2, heads.shape[1], patches, heads.shape[3])

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import maskaq
 from maskaq import zoo
-from maskaq.artifact.card import model_card
+from maskaq.artifact import hub
+from maskaq.artifact.card import bits_of, model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
@@ -38,9 +39,7 @@ from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
 FORMAT = 1
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-CARD = "README.md"
+CONFIG, WEIGHTS, CARD = hub.FILES
 # How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
 PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -82,9 +81,14 @@ def save_pretrained(
 def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Module:
     """The model in a folder of `save_pretrained`: deployed, in eval mode, on the CPU.
 
+    `USER/REPO`, where there is no such folder, is a repository of the Hugging Face hub.
+
     Args:
         like: a full-precision model of the same architecture, for a folder that does not name one; it is not changed.
     """
+    if hub.is_repository(folder):
+        with hub.downloaded(str(folder)) as files_of_it:
+            return from_pretrained(files_of_it, like)
     root = _path(folder)
     config, tensors = _read(root)
     if config.get("timm") is None and like is None:
@@ -103,6 +107,17 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
         raise PretrainedError(
             f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
         ) from error
+
+
+def push(folder: str | Path, repository: str, *, private: bool = False) -> str:
+    """Upload a saved model with its card to the Hugging Face hub; the address of the commit.
+
+    Args:
+        repository: USER/REPO; made if it is not there.
+    """
+    config = read_config(folder, sound=True)
+    name = (config.get("timm") or {}).get("name") or config["architectures"][0]
+    return hub.upload(folder, repository, f"{name}, {bits_of(config)}", private=private)
 
 
 def is_pretrained(folder: str | Path) -> bool:

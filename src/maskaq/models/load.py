@@ -102,7 +102,7 @@ def load_model(
     _check_numbers(mean, std)
     if isinstance(name, str) and name.startswith(hf.PREFIX):
         _refuse_for_hf(name, checkpoint, args)
-        with _hub_or_cache():
+        with hub_or_cache():
             model: nn.Module = hf.load(name.removeprefix(hf.PREFIX))
     else:
         model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
@@ -349,7 +349,7 @@ def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
     """The model with the weights timm downloads (or has in its cache)."""
     _check_weights(name, args)
     try:
-        with _hub_or_cache():
+        with hub_or_cache():
             model = _created(name, pretrained=True, **args)
     except Exception as error:  # hub, URL, TLS, disk, "no pretrained weights": many classes, one remedy
         if _out_of_memory(error):
@@ -393,7 +393,7 @@ def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _hub_or_cache() -> Iterator[None]:
+def hub_or_cache() -> Iterator[None]:
     """Context in which the Hugging Face hub's local cache is used if the hub cannot be reached.
 
     huggingface_hub tries each file six times with growing pauses, which takes most of a minute without a network.

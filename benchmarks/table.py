@@ -5,8 +5,8 @@
 A row is `name | model | recipe | bits | seed | key=value ...`: what `maskaq quantize MODEL --recipe ...` runs.
 {0} in a recipe is the first folder of --data, {1} the second. For each row a line of OUT/rows.jsonl keeps its top-1 on
 each folder, which images were hit, and its seconds; OUT/NAME is its model. A row that has its line is not run again,
-but its model is evaluated on folders that it has not been on. Several processes with one OUT share the rows: each takes
-those that no other has begun.
+but its model is evaluated on folders that it has not been on. Several processes with one OUT, on any machines that see
+it, share the rows: each takes those that no other has begun, or whose process has died.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.storage.files import write_bytes_atomic
+from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import QUANTIZED
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -52,14 +53,10 @@ def main() -> None:
     began = time.monotonic()
     table = Table(args)
     failed = False
-    for row in rows:
-        if args.only and row["name"] not in args.only.split(","):
-            continue
-        if row["name"] in table.finished:
-            table.evaluate_further(row)
-            continue
-        if not table.claims(row["name"]):
-            continue
+    asked = {row["name"]: row for row in rows if not args.only or row["name"] in args.only.split(",")}
+    for name in [name for name in asked if name in table.finished]:
+        table.evaluate_further(asked[name])
+    for row in map(asked.get, table.leases.each(asked, lambda name: name in table.read())):
         if time.monotonic() - began > args.limit:
             print(f"{row['name']}: not begun, over --limit", flush=True)
             continue
@@ -67,7 +64,6 @@ def main() -> None:
             table.run(row)
         except (MaskaqError, RuntimeError) as error:
             failed = True
-            table.release(row["name"])
             print(f"{row['name']}: failed: {error}", file=sys.stderr, flush=True)
     sys.exit(failed)
 
@@ -99,6 +95,7 @@ class Table:
         args.out.mkdir(parents=True, exist_ok=True)
         self.file = args.out / "rows.jsonl"
         self.lock = FileLock(args.out / "rows.lock")
+        self.leases = Leases(args.out / "leases")
         self.finished = self.read()
 
     def read(self) -> dict[str, dict[str, Any]]:
@@ -113,21 +110,6 @@ class Table:
             self.finished = self.read() | {line["name"]: line}
             lines = "".join(json.dumps(kept) + "\n" for kept in self.finished.values())
             write_bytes_atomic(self.file, lines.encode())
-
-    def claims(self, name: str) -> bool:
-        """Whether this process is the first to begin a row. Claims of a process that died are OUT/NAME.begun."""
-        try:
-            (self.args.out / f"{name}.begun").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        self.finished = self.read()
-        if name in self.finished:  # by another process, since this one began
-            self.release(name)
-            return False
-        return True
-
-    def release(self, name: str) -> None:
-        (self.args.out / f"{name}.begun").unlink(missing_ok=True)
 
     def evaluate_further(self, row: dict[str, Any]) -> None:
         """Measure a finished row's model on the folders that its line does not have, and write the line again."""
@@ -172,7 +154,6 @@ class Table:
         self.write(line)
         self.show(line)
         shutil.rmtree(folder)  # its images are hundreds of megabytes
-        self.release(row["name"])
         torch.cuda.empty_cache()
 
     def model(self, name: str) -> Any:

@@ -1,5 +1,6 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,7 +41,7 @@ from maskaq.storage.runfolder import RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
 
-_PATIENCE = 60.0  # seconds for which a leader that was restarted waits for the lock of the one before
+_PATIENCE = 90.0  # seconds for which ranks wait for the lock of a leader that has ended, or for NFS to show a file
 
 STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in (Reconstructor, Calibrator)}
 """By the names that `calibration.stages` has for them."""
@@ -143,13 +144,14 @@ def _open(job: "_Job", out: str | Path, asked: dict[str, Any], about: dict[str, 
     ranks = job.ranks
     worker = Worker(rank=ranks.rank if ranks.size > 1 else None)
     if not ranks.leads:
-        run = RunFolder.join(out, lease, worker)
+        run = RunFolder.join(out, lease, worker, _PATIENCE)
         check_alike(run, about)
         return run
     check_folder(job.recipe, out)
     if ranks.size > 1:
-        check_shared(Path(out).parent)
-    patience = _PATIENCE if ranks.size > 1 else 0.0
+        check_shared(Path(out) if Path(out).is_dir() else Path(out).parent)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    patience = _PATIENCE if restarted else 0.0
     plan = job.plan.to_dict()
     return RunFolder.open(out, asked, to_toml(job.recipe), about, plan, up_to_date_identity, lease, worker, patience)
 
@@ -267,7 +269,7 @@ def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, re
             there = len(run.shards(round_index)) * recipe.synthesis.batch / recipe.synthesis.images
             steps += recipe.steps_in_round(round_index) * max(0.0, 1 - there)
     one_step = job.source.seconds_per_image_step() or 5 * one_pass
-    seconds = one_step * recipe.synthesis.images * steps
+    seconds = one_step * recipe.synthesis.images * steps / job.ranks.size
     if not only_images:
         passes = 3 * handover.held_out_count(recipe) + recipe.quantization.range_images
         seconds += one_pass * (passes + (collect.passes(job.student, recipe.synthesis.images) if report else 0))

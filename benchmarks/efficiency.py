@@ -10,9 +10,11 @@ is not counted. Efficiency is the time of one process over the time of N, over N
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,19 +40,31 @@ def main() -> None:
         words += ["--workers", str(workers), "--out", str(out), *(["--data", "cifar10-demo"] if args.evaluate else [])]
         words += ["--set", *args.set] if args.set else []
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        before = time.monotonic(), busy(), own()
         subprocess.run([sys.executable, "-m", "maskaq", *words], check=True, env=environment, stdout=sys.stderr)
-        found[workers] = measured(out)
+        wall, everybody, ours = (b - a for a, b in zip(before, (time.monotonic(), busy(), own()), strict=True))
+        found[workers] = measured(out) | {"cores used by others": round((everybody - ours) / wall, 2)}
     one, many = found[1], found[args.workers]
     for stage in ("synthesis", "calibration"):
         efficiency = one[stage] / many[stage] / args.workers
         print(f"{stage}: {one[stage]:.1f} s with 1 process, {many[stage]:.1f} s with {args.workers}: {efficiency:.1%}")
-    print(
-        f"top-1: {one['top1']} with 1 process, {many['top1']} with {args.workers}; losses of the first and last epoch:"
-    )
-    print(f"  {one['losses']}\n  {many['losses']}")
+    for what in ("first loss", "last loss", "top-1", "cores used by others"):
+        print(f"{what}: {one[what]} with 1 process, {many[what]} with {args.workers}")
     print(f"images equal, byte for byte: {same_images(args.out / '1', args.out / str(args.workers))}")
     print(f"largest difference of a weight or range, over its tensor's largest: {apart(args.out, args.workers):.1e}")
     print(f"commit {commit()}")
+
+
+def busy() -> float:
+    """CPU seconds of all processes of this machine."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def own() -> float:
+    """CPU seconds of the processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measured(out: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 Four measurements, each in processes of its own:
 
-* `images`: a run of one process, and the same run with a `maskaq work` on the same GPU: the same bytes?
+* `images`: a run of one process, the same once more, and with a `maskaq work` on the same GPU: the same bytes?
 * `idle`: the share of the time in which the GPU runs kernels while one worker makes images, from a profile of its
   steps; and the images per second of two workers at once, over those of one.
 * `steps`: seconds of a calibration step, captured in a CUDA graph: alone; with the sum over an NCCL group of one rank
@@ -121,7 +121,7 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
 
         safetensors.torch.save_file(model_of(args).state_dict(), weights)
     seconds = {}
-    for name, helps in (("alone", False), ("helped", True)):
+    for name, helps in (("alone", False), ("again", False), ("helped", True)):
         out = args.out / name
         shutil.rmtree(out, ignore_errors=True)
         words = ["quantize", args.model, "--checkpoint", weights, "--recipe", RECIPE[0], "--set", *RECIPE[1:]]
@@ -137,11 +137,10 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
         if helper is not None:
             assert helper.wait() == 0
     files = sorted((args.out / "alone").glob("images/round_00/shard_*"))
-    differ = [
-        f.name
-        for f in files
-        if f.read_bytes() != (args.out / "helped" / f.relative_to(args.out / "alone")).read_bytes()
-    ]
+    differ = {
+        name: [f.name for f in files if f.read_bytes() != (args.out / name / "images/round_00" / f.name).read_bytes()]
+        for name in ("again", "helped")
+    }
     events = (args.out / "helped/events").glob("*.jsonl")
     helped = sum('"shard"' in line for file in events for line in file.read_text().splitlines())
     return {"shards": len(files), "differ": differ, "made by the helper": helped, "seconds": seconds}

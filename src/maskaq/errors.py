@@ -33,6 +33,10 @@ class RunFolderError(MaskaqError):
     """A run folder is in use, damaged, or belongs to another run."""
 
 
+class BusyError(RunFolderError):
+    """Another process is working in a run folder."""
+
+
 class PretrainedError(MaskaqError):
     """A saved model is missing, damaged, changed, or of a format that is not ours."""
 

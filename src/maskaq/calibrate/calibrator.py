@@ -69,6 +69,8 @@ class Calibrator:
         self._data: SyntheticSet | None = None
         self._data_near: SyntheticSet
         self._looked = -math.inf  # when the loss was last read back
+        self._labels: Tensor | None = None  # of the images of a step
+        self._shares: Tensor | None = None
         self._mean: list[Tensor] = []  # of the student's parameters at the ends of the last epochs
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
@@ -241,10 +243,13 @@ class Calibrator:
     def _differentiate(self, buffers: "BatchBuffers") -> None:
         """Gradients of this rank's part of the batch, in parts that fit the memory."""
         share = buffers.share
-        views = self._augmented(buffers)[share.before : share.before + share.own]
+        mine = slice(share.before, share.before + share.own)
+        views = self._augmented(buffers)[mine]
         self.optimizer.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
-        for part in views.split(self.micro_batch):
+        made_for = buffers.batch.labels[mine].split(self.micro_batch)
+        for part, labels in zip(views.split(self.micro_batch), made_for, strict=True):
+            self._labels = labels
             for quantizer in self.activations:
                 quantizer.share = len(part) / share.count
             total, parts = self._losses(part)
@@ -296,6 +301,8 @@ class Calibrator:
             class_features=seen.get("class_features", ()),
             student_class_features=seen_student.get("class_features", ()),
             patch_weights=self._patch_weights(seen),
+            labels=self._labels,
+            shares=self._shares,
             temperature=self.config.temperature,
             run=self.engine.losses,
         )

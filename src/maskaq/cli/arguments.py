@@ -86,6 +86,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_timm(parser)
 
 
+def add_named_model(parser: argparse.ArgumentParser) -> None:
+    """The model as an option, where the first argument is something else."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a model as in `quantize`")
+    parser.add_argument("--checkpoint", type=converters.path, metavar="FILE", help="its weights (default: timm's own)")
+    add_timm(parser)
+
+
 def add_timm(parser: argparse.ArgumentParser) -> None:
     """What a model takes that neither its name nor its weights tell."""
     parser.add_argument(

@@ -243,7 +243,7 @@ def _fleet_lines(found: FleetStatus) -> Iterator[Table | str]:
     table = Table()
     for column in ("row", "worker", "stage", "round", "shards", "epochs", "left"):
         table.add_column(column)
-    runs = {Path(run.folder).name.removesuffix(".run"): run for run in found.runs}
+    runs = {Path(run.folder).name: run for run in found.runs}
     for name, worker in found.rows.items():
         if (run := runs.get(name)) is None:
             table.add_row(name, worker)
@@ -355,4 +355,12 @@ def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
         ratios = f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
         figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
         table.add_row(s.file, s.runtime, str(s.batch), *figures)
+    return table
+
+
+def plain_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of words."""
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
     return table

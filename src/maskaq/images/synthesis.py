@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
-from maskaq.images.augment import jitter, quarter, simclr
+from maskaq.images.augment import jitter, quarter, simclr, zoomed
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
@@ -319,6 +319,7 @@ class Synthesizer:
             fraction = step / max(1, steps - 1)
             schedule["lr"].append(lr * cosine(step / steps, config.lr_final))
             schedule["noise"].append(config.noise * (1 - fraction))
+            schedule["zoom"].append(1 - (1 - config.zoom) * fraction)
             schedule["roll"].append(roll if fraction < 0.5 else 2 * roll)
             for grid, patches in grids.items():
                 k = masks.mask_size(patches, fraction, config.mask.start, config.mask.end)
@@ -346,15 +347,15 @@ class Synthesizer:
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
             output = self.teacher(jittered)
-            if "student" in needs:
-                self.student(jittered)
+            student_output = self.student(jittered) if "student" in needs else None
         layers, losses = self.geometry.layers, self.engine.losses
         outputs = {self.task.output: output.float()}
         view = SynthesisView(images, buffers.labels, outputs, layers, self.seen[config.map], run=losses, **region)
         view.keys = buffers.keys
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])
-        if "student" in needs:
+        if student_output is not None:
+            view.student_outputs = {self.task.output: student_output.float()}
             view.student_attention = self.geometry.patch_attention(self.seen_student[received])
         if "student_maps" in needs:
             view.student_maps = self.seen_student[config.map]
@@ -373,6 +374,8 @@ class Synthesizer:
             settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
             pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
             return self.geometry.normalise(pixels)
+        if config.zoom < 1:
+            images = self.engine.compiled(zoomed)(images, keys, now["zoom"])
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,

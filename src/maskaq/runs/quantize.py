@@ -13,18 +13,25 @@ from torch import nn
 from maskaq.artifact.saved import as_deployed
 from maskaq.calibrate import handover
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.correct import Corrector
+from maskaq.calibrate.evolve import Evolver
+from maskaq.calibrate.interleave import Interleaver
 from maskaq.calibrate.reconstruction import Reconstructor
+from maskaq.calibrate.rectify import Rectifier
+from maskaq.calibrate.reparametrize import Reparametrizer
+from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
 from maskaq.images.folder import FolderImages
+from maskaq.images.generator import GeneratedImages
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
-from maskaq.quant.plan import QuantPlan
+from maskaq.quant.plan import QuantPlan, with_own_mlps
 from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.ranks import ALONE, Ranks, joined
@@ -43,7 +50,8 @@ __all__ = ["Result", "noise", "quantize"]
 
 _PATIENCE = 90.0  # seconds for which ranks wait for the lock of a leader that has ended, or for NFS to show a file
 
-STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in (Reconstructor, Calibrator)}
+_STAGES = (Rectifier, Reparametrizer, Searcher, Evolver, Reconstructor, Interleaver, Calibrator, Corrector)
+STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in _STAGES}
 """By the names that `calibration.stages` has for them."""
 
 
@@ -208,7 +216,9 @@ class _Job:
         else:
             student = quantized_twin(teacher, recipe.quantization, plan)  # and its ranges from the leader
         source: ImageSource
-        if recipe.data_free:
+        if recipe.data_free and recipe.synthesis.generator.steps:
+            source = GeneratedImages(teacher, student, recipe, seed=seed, progress=progress)
+        elif recipe.data_free:
             source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
         else:
             source = FolderImages(teacher, recipe, seed=seed, progress=progress)
@@ -217,7 +227,7 @@ class _Job:
             for name in recipe.calibration.stages
         }
         for stage in stages.values():
-            if isinstance(stage, Calibrator):
+            if isinstance(stage, Calibrator) and stage.parallel:
                 stage.ranks = ranks
         return cls(teacher, student, recipe, plan, seed, progress, engine, ranks, source, stages)
 
@@ -237,8 +247,8 @@ class _Job:
 
     def start(self, images: StoredImages) -> nn.Module:
         """The student before calibration: ranges from the first images, nothing fitted."""
-        scheme = self.recipe.quantization
-        start = quantized_twin(self.teacher, scheme, self.plan)
+        scheme, plan = with_own_mlps(self.teacher, self.recipe.quantization, self.plan)
+        start = quantized_twin(self.teacher, scheme, plan)
         first = images.first(scheme.range_images)
         init_ranges_(start, range_images(self.teacher, first, self.recipe), scheme)
         return start

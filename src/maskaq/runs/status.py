@@ -1,6 +1,5 @@
 """How far a run is, or a table of runs, and who works on it: read from its folder, from any machine."""
 
-import json
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -9,7 +8,8 @@ from statistics import mean, median
 from typing import Any
 
 from maskaq.recipe.schema import Recipe, recipe_from_dict
-from maskaq.storage.files import read_bytes
+from maskaq.runs.compare import ROWS_FILE
+from maskaq.storage.files import lines_of
 from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder
 
@@ -73,9 +73,6 @@ class FleetStatus:
         return "at work" if self.rows else "nobody works on it"
 
 
-ROWS_FILE = "rows.jsonl"
-
-
 def status(folder: str | Path) -> Status | FleetStatus:
     """What the folder of a run, or of a table of runs, tells; writes nothing."""
     path = Path(folder)
@@ -84,12 +81,10 @@ def status(folder: str | Path) -> Status | FleetStatus:
 
 
 def _of_fleet(folder: Path) -> FleetStatus:
-    text = read_bytes(folder / ROWS_FILE).decode() if (folder / ROWS_FILE).exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]  # one may be being written
+    lines = lines_of(folder / ROWS_FILE)
     times = [line["seconds"] for line in lines if line.get("seconds")]
     rows = {name: str(lease.worker or "not yet known") for name, lease in Leases(folder / "leases").all().items()}
-    places = [folder / f"{name}{suffix}" for name in rows for suffix in ("", ".run")]
-    runs = [_of_run(place) for place in places if (place / "run.json").exists()]
+    runs = [_of_run(folder / name) for name in rows if (folder / name / "run.json").exists()]
     return FleetStatus(str(folder), len(lines), mean(times) if times else None, rows, runs)
 
 

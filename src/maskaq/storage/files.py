@@ -18,6 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from maskaq.errors import RunFolderError
@@ -383,3 +384,23 @@ def misfit(value: Any, form: Any, key: str = "") -> str:
     kinds = (int, float, type(None)) if kind is float else (kind,)
     fits = isinstance(value, kinds) and not isinstance(form, dict | list) and not isinstance(value, bool)
     return "" if fits else f"{key}: expected {kind.__name__}, found {type(value).__name__}"
+
+
+def lines_of(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object per line; none if it is not there. A kill may have cut the last."""
+    found = []
+    for line in read_regular(Path(path)).decode(errors="replace").splitlines() if os.path.exists(path) else ():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Context that one process at a time is in, by an OS lock on a file; the others wait."""
+    with FileLock(path):
+        yield

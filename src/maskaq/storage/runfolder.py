@@ -31,7 +31,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
-from maskaq.errors import RunFolderError, unwritable
+from maskaq.errors import BusyError, RunFolderError, unwritable
 from maskaq.storage.files import (
     RESTORE,
     DamagedError,
@@ -160,7 +160,7 @@ def _lock(root: Path, patience: float = 0.0) -> BaseFileLock:
             note = root / ".lock.pid"
             pid = f" (pid {read_regular(note).decode(errors='replace')})" if note.is_file() else ""
             message = f"another maskaq process{pid} is working in {root}: wait until it ends, or choose another --out"
-            raise RunFolderError(message) from None
+            raise BusyError(message) from None
     return lock
 
 

@@ -23,12 +23,9 @@ from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
-from maskaq.images.folder import FolderImages
-from maskaq.images.generator import GeneratedImages
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
-from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan, with_own_mlps
@@ -42,6 +39,7 @@ from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_mod
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import check_alike, describe_run, pick_device
 from maskaq.runs.rounds import fit, restore
+from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, Worker, check_shared
 from maskaq.storage.runfolder import RunFolder
@@ -215,13 +213,7 @@ class _Job:
             as_deployed(student)  # what cannot be saved in the end fails early
         else:
             student = quantized_twin(teacher, recipe.quantization, plan)  # and its ranges from the leader
-        source: ImageSource
-        if recipe.data_free and recipe.synthesis.generator.steps:
-            source = GeneratedImages(teacher, student, recipe, seed=seed, progress=progress)
-        elif recipe.data_free:
-            source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
-        else:
-            source = FolderImages(teacher, recipe, seed=seed, progress=progress)
+        source = image_source(teacher, student, recipe, seed, progress, engine)
         stages = {
             name: STAGES[name](teacher, student, recipe, seed=seed, progress=progress, engine=engine)
             for name in recipe.calibration.stages

@@ -36,7 +36,8 @@ from maskaq.recipe.schema import load_recipe
 from maskaq.runs.provenance import pick_device, surroundings
 from maskaq.storage.files import read_tensors, write_tensors
 
-RECIPE = ("quick", "synthesis.images=512", "synthesis.steps=20", "refresh.steps=10", "calibration.epochs=4")
+RECIPE = ("synthesis.steps=20", "refresh.every=0", "calibration.epochs=4")
+EMBEDDED = "cifar10_"
 
 
 def main() -> None:
@@ -45,8 +46,11 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="weights; without them random ones, which serve as well here")
     parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--images", type=int, default=1024, help="of the runs")
     parser.add_argument("--batch", type=int, default=256, help="of synthesis")
+    parser.add_argument("--calibration-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30, help="for which rates are measured")
     parser.add_argument("--only", help="images, idle, steps or ranks")
     parser.add_argument("--device")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -78,8 +82,8 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace, part: str, **variables: str) -> subprocess.Popen:
-    words = [args.model, "--part", part, "--batch", args.batch, "--steps", args.steps, "--out", args.out]
-    for option in ("checkpoint", "device"):
+    words = [args.model, "--part", part, "--calibration-batch", args.calibration_batch]
+    for option in ("batch", "steps", "seconds", "out", "checkpoint", "device"):
         words += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
     command = [sys.executable, __file__, *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
@@ -116,7 +120,7 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
     weights = args.out / "model.safetensors"
     if args.checkpoint:
         weights = Path(args.checkpoint)
-    else:
+    elif not args.model.startswith(EMBEDDED):
         import safetensors.torch
 
         safetensors.torch.save_file(model_of(args).state_dict(), weights)
@@ -124,7 +128,8 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
     for name, helps in (("alone", False), ("again", False), ("helped", True)):
         out = args.out / name
         shutil.rmtree(out, ignore_errors=True)
-        words = ["quantize", args.model, "--checkpoint", weights, "--recipe", RECIPE[0], "--set", *RECIPE[1:]]
+        words = ["quantize", args.model, *([] if args.model.startswith(EMBEDDED) else ["--checkpoint", weights])]
+        words += ["--recipe", "quick", "--set", f"synthesis.images={args.images}", *RECIPE]
         words += ["--out", out, "--no-report", *(["--device", args.device] if args.device else [])]
         helper = None
         began = time.monotonic()
@@ -150,7 +155,7 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> torch.nn.Module:
-    if args.checkpoint:
+    if args.checkpoint or args.model.startswith(EMBEDDED):
         return maskaq.load_model(args.model, args.checkpoint)
     import timm
 
@@ -191,13 +196,13 @@ def part_profile(args: argparse.Namespace) -> dict[str, float]:
 
 
 def part_rate(args: argparse.Namespace) -> float:
-    """Images times steps per second, for half a minute, begun together with others."""
+    """Images times steps per second, begun together with others."""
     make = synthesis(args)
     Path(args.out, f"ready-{os.getpid()}").touch()
     while len(list(Path(args.out).glob("ready-*"))) < int(os.environ["WORKERS"]):
         time.sleep(0.01)
     began, done = time.monotonic(), 0
-    while time.monotonic() - began < 30:
+    while time.monotonic() - began < args.seconds:
         make.trial(args.batch, args.steps)
         done += args.batch * args.steps
     return done / (time.monotonic() - began)
@@ -214,10 +219,10 @@ def two_workers(args: argparse.Namespace) -> dict[str, float]:
 
 
 def part_step(args: argparse.Namespace) -> float:
-    """Seconds of a calibration step of 64 images."""
+    """Seconds of a calibration step."""
     teacher, student, recipe, engine = prepared(args)
-    fit = Calibrator(teacher, student, _shaped(recipe, 64, 1), engine=engine)
-    data = _images(geometry(teacher), 64 * 20)
+    fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
+    data = _images(geometry(teacher), args.calibration_batch * args.steps)
     if "INSIDE" in os.environ or "OUTSIDE" in os.environ:
         import torch.distributed as dist
 
@@ -228,14 +233,14 @@ def part_step(args: argparse.Namespace) -> float:
         fit.ranks.in_graphs = "INSIDE" in os.environ
     for _ in range(2):
         fit.epoch(data, 0)
-    return min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / 20
+    return min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / args.steps
 
 
 def part_epoch(args: argparse.Namespace) -> dict[str, Any]:
     """One epoch, alone or as one of two ranks: its losses, and the weights in a file of this rank."""
     teacher, student, recipe, engine = prepared(args)
-    fit = Calibrator(teacher, student, _shaped(recipe, 64, 1), engine=engine)
-    data = _images(geometry(teacher), 64 * 8)
+    fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
+    data = _images(geometry(teacher), args.calibration_batch * 8)
     with group.joined(fit.device) as ranks:
         fit.ranks = ranks
         losses = fit.epoch(data, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from helpers import VIT, VIT_ARGS, assert_same_run, small_recipe, tensors, tiny_vit
+from helpers import VIT, VIT_ARGS, assert_same_run, hook, small_recipe, tensors, tiny_vit
 
 import maskaq
 from maskaq import ranks as group
@@ -194,11 +194,7 @@ def test_an_error_of_the_leader_ends_all_ranks(tmp_path):
 
 def run_with_a_full_disk(out: Path) -> None:
     if os.environ["RANK"] == "1":
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.fsync = full
+        fill_the_disk()
     run(out)
 
 
@@ -208,6 +204,26 @@ def test_a_rank_with_a_full_disk_leaves_the_images_to_others_and_calibrates(tmp_
     for shard in (alone / "images/round_00").glob("shard_*"):
         assert shard.read_bytes() == (out / "images/round_00" / shard.name).read_bytes()
     assert not list((out / "events").glob("*")) if (out / "events").exists() else True
+
+
+def lead_with_a_full_disk(out: Path) -> None:
+    if os.environ["RANK"] == "0":
+        hook(setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 1, fill_the_disk)
+    run_and_tell(out, RECIPE)
+
+
+def fill_the_disk() -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full
+
+
+def test_an_error_of_the_leader_in_synthesis_ends_all_ranks(tmp_path):
+    out = tmp_path / "run"
+    assert in_ranks(2, lead_with_a_full_disk, out) == [1, 1]
+    assert "disk full" in Path(f"{out}.0").read_text()
+    assert Path(f"{out}.1").read_text().startswith("RankError")
 
 
 def run_as_another_version(out: Path) -> None:

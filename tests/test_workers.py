@@ -4,15 +4,19 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
+import yaml
 from helpers import VIT, VIT_ARGS, assert_same_run, hook, in_process, rewrite_run_json, small_recipe, tiny_vit
 
+from maskaq.cli import main as cli
 from maskaq.cli.main import main
 from maskaq.errors import RunFolderError
 from maskaq.runs import work as working
@@ -403,3 +407,23 @@ def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path
     assert [run.shards for run in found.runs] == [2]
     assert main(["status", str(tmp_path)]) == 0 and "2 rows done, 0:40 each, 2 at work" in capsys.readouterr().out
     leases.close()
+
+
+# ---- files for clusters
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_files_for_clusters_hold_commands_of_maskaq():
+    parse = cli._parser().parse_args
+    with open(EXAMPLES / "k8s.yaml") as file:
+        jobs = [part["spec"]["template"]["spec"] for part in yaml.safe_load_all(file) if part["kind"] == "Job"]
+    words = [job["containers"][0]["args"] for job in jobs]
+    lead, helps = (parse(list(map(str, command[1:]))) for command in words)
+    assert (lead.command, lead.workers, helps.command) == ("quantize", 8, "work")
+    assert lead.out == helps.folder, "both are of one run"
+    script = (EXAMPLES / "slurm.sh").read_text()
+    assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"]).returncode == 0
+    options = re.search(r"OPTIONS:-(.*)}", script)[1]
+    assert parse(["quantize", "deit_base_patch16_224", *options.split(), "--out", "run"]).command == "quantize"
+    assert parse(["work", *re.search(r"maskaq work (.*) &", script)[1].split()]).wait == 900

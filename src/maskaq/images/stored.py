@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq import randomness
-from maskaq.errors import RunFolderError, SynthesisError
+from maskaq.errors import RankError, RunFolderError, SynthesisError
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.source import ImageSource
 from maskaq.models import geometry
@@ -24,7 +24,7 @@ from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
-from maskaq.storage.runfolder import QUANTIZED, RunFolder, Shard
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # at what other workers have done, while there is nothing to do
 
@@ -215,6 +215,8 @@ class StoredImages:
             others = list(found)[before:]  # made elsewhere meanwhile
             if others:
                 self.progress.advance(sum(len(self.numbers[shard]) for shard in others) * work)
+            if missing and not self.run.leads and not self.run.leases.is_held(LEADER):
+                raise RankError(f"nobody leads {self.run.root} any more: the message of rank 0 says why")
         self.digests[round_index] = [found[shard].digest for shard in range(len(self.numbers))]
         images = SyntheticSet.concatenate(
             _as_images(self.run, round_index, shard, found[shard]) for shard in sorted(found)

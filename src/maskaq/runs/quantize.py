@@ -132,6 +132,7 @@ def quantize(
                 progress.forecast(_forecast(job, run, history.epoch, only_images, report))
             if only_images:
                 images.of_round(0)
+                ranks.wait()
                 return Result(job.student, Path(out))
             _rounds(job, run, images, history, checkpoint_seconds)
             if ranks.leads:

@@ -184,9 +184,13 @@ class Leases:
             file = os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
-        with open(file, "wb") as opened:
-            about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
-            opened.write(json.dumps(about).encode())
+        about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
+        try:
+            with open(file, "wb") as opened:
+                opened.write(json.dumps(about).encode())
+        except BaseException:  # a full disk: nobody has to wait for it
+            self._path(name).unlink(missing_ok=True)
+            raise
         with self._lock:
             self._mine.add(name)
         if self._heart is None:

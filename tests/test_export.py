@@ -35,11 +35,12 @@ needs_openvino = pytest.mark.skipif(
 )
 if not missing:
     import onnx
+    import onnxruntime
     from onnx import numpy_helper
 
     from maskaq.artifact.export.onnx import export_onnx, metadata_of
     from maskaq.artifact.export.runtimes import OnnxModel, bench_files, operators, products
-    from maskaq.artifact.export.verify import verify
+    from maskaq.artifact.export.verify import grids_of, verify
 
 
 def deployed(bits="w4a4", build=tiny_vit, *overrides):
@@ -118,6 +119,35 @@ def assert_stored_at(room, file, bits):
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     values = np.concatenate([numpy_helper.to_array(t).astype(int).ravel() for t in codes])
     assert low <= values.min() and values.max() <= high and values.max() > 0
+
+
+@needs_onnx
+@pytest.mark.parametrize("bits", ["w4a8", "w4a4"])
+def test_attention_multiplies_uint8_by_int8_which_cpus_have_instructions_for(bits, tmp_path):
+    model = deployed(bits, lambda: tiny_vit(depth=1))
+    file = export_onnx(model, tmp_path / "model.onnx")
+    graph = optimised_graph(file, tmp_path)
+    kinds = {i.name: i.data_type for i in graph.initializer}
+    byte, signed = onnx.TensorProto.UINT8, onnx.TensorProto.INT8
+    found = {}
+    for node in graph.node:
+        if node.op_type in ("MatMulIntegerToFloat", "QLinearMatMul"):
+            found |= {i: kinds[i] for i in node.input if i.endswith(("a_grid.zero_point", "b_grid.zero_point"))}
+    assert found == {
+        f"blocks.0.attn.{product}.{grid}_grid.zero_point": kind
+        for product in ("qk", "av")
+        for grid, kind in (("a", byte), ("b", signed))
+    }
+    assert sum(node.op_type == "QuantizeLinear" for node in graph.node) <= len(list(grids_of(model)))  # none is doubled
+
+
+def optimised_graph(file, folder):
+    """The graph that ONNX Runtime runs."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimised.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return onnx.load(options.optimized_model_filepath).graph
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
     path = Path(file)
     with tempfile.TemporaryDirectory() as folder:
-        program = _CORE.read_model(export_onnx(model, Path(folder) / "model.onnx", metadata))
+        onnx = Path(folder) / "model.onnx"
+        program = _CORE.read_model(export_onnx(model, onnx, metadata, signed_operands=False))
         nodes = {node.get_friendly_name(): node for node in program.get_ops()}
         for name, grid in grids_of(model).items():
             _fuse_grid(nodes, name, grid)

@@ -68,6 +68,12 @@ class Layer:
             centres = centres.new_full((self.windows * tokens, 2), 100.0).index_copy(0, self.raster, centres)
         return centres.unflatten(0, (self.windows, -1))
 
+    def in_windows(self, patches: Tensor, tokens: int) -> Tensor:
+        """(B, N) of each raster patch -> (B, W, Q), in its window of Q tokens; 0 beyond the image's edge."""
+        if self.raster is not None:
+            patches = patches.new_zeros(len(patches), self.windows * tokens).index_copy(1, self.raster, patches)
+        return patches.unflatten(1, (self.windows, tokens))
+
     def _to_raster(self, tokens: Tensor, dim: int = 1) -> Tensor:
         return tokens if self.raster is None else tokens.index_select(dim, self.raster)
 

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
-from maskaq.images.augment import jitter, quarter
+from maskaq.images.augment import jitter, quarter, simclr
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
@@ -247,7 +248,8 @@ class Synthesizer:
             more = {"heads": "heads", "received": "probs_received"}
             points = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
             self.seen = stack.enter_context(taps(self.teacher, *points))  # type: ignore[arg-type]
-            self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
+            of_student = (self.config.map,) if "student_maps" in needs else ()
+            self.seen_student = stack.enter_context(taps(self.student, received, *of_student))  # type: ignore[arg-type]
             yield
 
     def _blame(self, indices: Tensor, round_index: int) -> str:
@@ -299,7 +301,7 @@ class Synthesizer:
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
         """Name -> value at every step, of everything that changes over the steps."""
         config = self.config
-        grids = {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
+        grids = {grid: math.prod(grid) for grid in self._grids}
         roll = round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
@@ -343,6 +345,8 @@ class Synthesizer:
         view.attention = self.geometry.patch_attention(self.seen[received])
         if "student" in needs:
             view.student_attention = self.geometry.patch_attention(self.seen_student[received])
+        if "student_maps" in needs:
+            view.student_maps = self.seen_student[config.map]
         if "masks" in needs:
             view.masks = self._masks(view.attention, now, keys)
         if "heads" in needs:
@@ -353,6 +357,11 @@ class Synthesizer:
 
     def _jittered(self, images: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> Tensor:
         config = self.config
+        if config.views == "simclr":
+            settings = asdict(self.recipe.calibration.augment)
+            settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
+            pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
+            return self.geometry.normalise(pixels)
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,
@@ -374,8 +383,10 @@ class Synthesizer:
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
-    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round_index: int) -> tuple[GridMasks, GridMasks]:
-        """The informative region m and the thinned mask m' of the images of these numbers, at the last step of a round.
+    def last_masks(
+        self, attention: Sequence[Tensor], indices: Tensor, round_index: int
+    ) -> tuple[GridMasks, GridMasks, GridMasks]:
+        """Informative region, mask m and thinned mask m' of the images of these numbers, at the last step of a round.
 
         Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
         finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
@@ -383,15 +394,24 @@ class Synthesizer:
         steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
         whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
+        region = dict(whole)
+        for grid in self._grids:
+            k_ir = masks.mask_size(math.prod(grid), 0.0, self.config.mask.region, self.config.mask.region)
+            region[f"k {grid}"] = region[f"keep {grid}"] = whole[f"k {grid}"].clamp(min=k_ir)
         keys = randomness.fold(self._keys(indices, round_index, attempt=0), torch.tensor([steps - 1]))
-        return self._masks(attention, whole, keys), self._masks(attention, now, keys)
+        informative, mask, thinned = (self._masks(attention, sizes, keys) for sizes in (region, whole, now))
+        return informative, mask, thinned
+
+    @property
+    def _grids(self) -> list[tuple[int, int]]:
+        return list({layer.grid: None for layer in self.geometry.layers})
 
     @torch.no_grad()
     def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
         layers = self.geometry.layers
         found = {}
-        for grid in {layer.grid: None for layer in layers}:
+        for grid in self._grids:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
             lots = randomness.fold(keys, f"mask {grid}")

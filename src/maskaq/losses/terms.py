@@ -52,6 +52,8 @@ class SynthesisView:
     attention: Sequence[Tensor] = ()
     """alpha: the teacher's attention to each patch, (B, N), one per layer."""
     student_attention: Sequence[Tensor] = ()
+    student_maps: Sequence[Tensor] = ()
+    """The student's attention maps, in the form of `maps`."""
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
     keys: Tensor | None = None
@@ -119,8 +121,8 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it. Synthesis: "student", "masks", "heads", "received", "regions"; calibration:
-    "heads", "blocks", "class_features"."""
+    """What must be computed for it. Synthesis: "student", "student_maps", "masks", "heads", "received", "regions";
+    calibration: "heads", "blocks", "class_features"."""
 
     @property
     def built_in(self) -> bool:
@@ -251,12 +253,39 @@ def similarity_entropy(v: SynthesisView) -> Tensor:
     return v.run.over_maps(attention.similarity_entropy, v)
 
 
+@synthesis_term
+def similarity_histogram(v: SynthesisView) -> Tensor:
+    """L_fb as a histogram (Eqs. 6-7): minus the Shannon entropy of patch similarities, sum over layers."""
+    return torch.stack([v.run(attention.similarity_histogram, maps) for maps in v.patch_maps]).sum(dim=0)
+
+
 @synthesis_term(needs=("student", "masks"))
 def attention_alignment(v: SynthesisView) -> Tensor:
-    """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m'."""
+    """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m', sum over layers."""
+    return torch.stack(_masked_differences(v)).sum(dim=0)
+
+
+@synthesis_term(needs=("student", "masks"))
+def attention_alignment_mean(v: SynthesisView) -> Tensor:
+    """L_align as the release computes it: the mean over layers, in place of Eq. 14's sum."""
+    return torch.stack(_masked_differences(v)).mean(dim=0)
+
+
+def _masked_differences(v: SynthesisView) -> list[Tensor]:
     assert v.masks is not None
     layers = zip(v.layers, v.attention, v.student_attention, strict=True)
-    return torch.stack([attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]).sum(dim=0)
+    return [attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]
+
+
+@synthesis_term(needs=("student", "student_maps", "masks"))
+def attention_alignment_maps(v: SynthesisView) -> Tensor:
+    """L_align (Eq. 14) to the letter, on N x N maps: the masked keys of every query, sum over layers."""
+    assert v.masks is not None
+    found = []
+    for layer, p, raw in zip(v.layers, v.patch_maps, v.student_maps, strict=True):
+        mask = layer.in_windows(v.masks[layer.grid], p.shape[-1])
+        found.append(v.run(attention.masked_map_difference, p, layer.maps(raw), mask))
+    return torch.stack(found).sum(dim=0)
 
 
 # ---- terms of other methods (docs/METHOD.md, Sec. 6)

@@ -208,6 +208,33 @@ class MinMax(Static):
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
 
 
+@quantizer("minmax_full")
+class MinMaxFull(MinMax):
+    """As `minmax`, but no weight lies on a tie between two codes, and every weight has a gradient.
+
+    The largest magnitude is (2^b - 1) / 2 steps: half way between two codes, so that the last bit of a float would
+    decide, and differently on another device. Here the step is a little smaller: the code is always the outer one. As
+    the range follows the weights, none is ever outside it, and gradients pass straight through to all.
+    """
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return super().fake_quantize(x).detach() + (x - x.detach())
+
+    def _follow(self, x: Tensor) -> None:
+        super()._follow(x)
+        self.scale.mul_(1 - 2e-6)  # some units in the last place of a code
+
+
+@quantizer("lsq_free")
+class LSQFree(LSQ):
+    """As `lsq`, but the zero point's gradient is not scaled, as in the paper's release: it moves far more."""
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        scale, _ = super()._step(values_per_range)
+        _, zero_point = grid.learned_grid(self.scale.detach(), self.zero_point, self.low, self.high, 1.0)
+        return scale, zero_point
+
+
 @quantizer("log")
 class Log(LSQ):
     """A logarithmic grid for the softmax, with integer levels and a learned scale.

@@ -165,6 +165,9 @@ class Quantization(_Table, path="quantization"):
 class Mask(_Table, path="synthesis.mask"):
     """The adaptive mask m' of Eqs. 11-13."""
 
+    region: float = setting(
+        0.5, "k_ir: share of patches in the informative region (Eq. 4), at least those in the mask", low=0.0, high=1.0
+    )
     start: float = setting(0.5, "share of patches in the mask at the first step", low=0.0, high=1.0)
     end: float = setting(0.1, "share of patches in the mask at the last step", low=0.0, high=1.0)
     drop: float = setting(0.3, "p_drop: share of the masked patches dropped at random at each step", low=0.0, high=0.99)
@@ -200,6 +203,12 @@ class Synthesis(_Table, path="synthesis"):
         "the attention map A: QK^T before scale and softmax, or the probabilities",
         choices=("scores", "probs"),
     )
+    views: str = setting(
+        "jitter",
+        "what the models see of an image at a step: jittered (roll, flip, noise, colour), or a view of "
+        "calibration.augment (simclr)",
+        choices=("jitter", "simclr"),
+    )
     roll: float = setting(
         8 / 224, "largest random shift, share of the side; twice that in the second half", low=0.0, high=0.5
     )
@@ -229,7 +238,9 @@ class Synthesis(_Table, path="synthesis"):
 class Augment(_Table, path="calibration.augment"):
     """SimCLR augmentation of the calibration images, drawn for each sample."""
 
-    crop: tuple[float, float] = setting((0.3, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0)
+    crop: tuple[float, float] = setting(
+        (0.08, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0
+    )
     flip: float = setting(0.5, "probability of a mirror image", low=0.0, high=1.0)
     brightness: float = setting(0.8, "brightness factor in [1-b, 1+b]", low=0.0, high=_LARGEST_CHANGE)
     contrast: float = setting(0.8, "contrast factor in [1-c, 1+c]", low=0.0, high=_LARGEST_CHANGE)

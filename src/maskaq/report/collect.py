@@ -295,7 +295,8 @@ def _attention(
     kind = recipe.synthesis.map
     chosen = images[:CHOSEN]
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
-    regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round_index)
+    found = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round_index)
+    regions, masks, thinned = found
     tensors: dict[str, Tensor] = {}
     for i in range(len(layers)):
         maps = torch.stack([seen[name].received[kind][i][: len(chosen)] for name in seen])  # (models, images, N)
@@ -304,6 +305,7 @@ def _attention(
     for grid in thinned:
         name = "{}x{}".format(*grid)
         tensors[f"region_{name}"] = regions[grid][: len(chosen)].to(torch.uint8)
+        tensors[f"mask_{name}"] = masks[grid][: len(chosen)].to(torch.uint8)
         tensors[f"thinned_{name}"] = thinned[grid][: len(chosen)].to(torch.uint8)
 
     def distances(name: str) -> Facts:

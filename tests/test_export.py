@@ -263,7 +263,7 @@ def test_a_failed_verification_leaves_no_file_and_the_old_one_untouched(vit, tmp
     file = tmp_path / "model.onnx"
     file.write_text("old")
 
-    def damaged(model, path, metadata):
+    def damaged(model, path, metadata, layout):
         return Path(path).write_bytes(b"nonsense") and path
 
     monkeypatch.setattr("maskaq.artifact.export.onnx.export_onnx", damaged)

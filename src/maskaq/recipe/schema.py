@@ -41,6 +41,9 @@ STAGES = ("reconstruct", "calibrate")
 ROTATIONS = ("heads", "residual", "hidden")
 """What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
 
+TARGETS = ("cpu", "openvino", "symmetric")
+"""What grids are made for: see `Quantization.target`."""
+
 _IMAGES = "images:"
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
@@ -145,6 +148,12 @@ class Quantization(_Table, path="quantization"):
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
+    )
+    target: str = setting(
+        "cpu",
+        "what the runtime can compute: cpu: zero points anywhere; openvino: none at q, k and v, so that OpenVINO "
+        "multiplies them in integers; symmetric: none at all, every code an int8 (TensorRT, ExecuTorch)",
+        choices=TARGETS,
     )
     rotate: tuple[str, ...] = setting(
         (),

@@ -31,6 +31,7 @@ import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,38 @@ _DOMAIN = "maskaq"
 _OPERANDS = ("a_grid", "b_grid")
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the same numbers are written for a runtime."""
+
+    opset: int = OPSET
+    signed_operands: bool = False
+    """Keys and values as int8, for MLAS."""
+    signed: bool = False
+    """All codes as int8 with a zero point of 0, cut in float, and only between a QuantizeLinear and a DequantizeLinear.
+    """
+
+
+CPU = Layout(signed_operands=True)
+PLAIN = Layout()
+TENSORRT = Layout(opset=20, signed=True)
+
+
 def export_onnx(
-    model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None, *, signed_operands: bool = True
+    model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None, layout: Layout = CPU
 ) -> Path:
     """Write a deployed model as ONNX: `images` (N, C, H, W), normalised -> `logits`. N is free.
 
     Args:
         metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
             string is written as JSON.
-        signed_operands: keys and values as int8, for MLAS.
     """
     description = describe(model)
-    program = _traced(_with_placeholders(model), description["input_size"])
+    program = _traced(_with_placeholders(model), description["input_size"], layout.opset)
     _merge_transposes(program.graph)
-    _fold_score_scale(program.graph)
-    _write_out_placeholders(program.graph, signed_operands)
+    if not layout.signed:  # TensorRT wants the same scale on both sides of the codes
+        _fold_score_scale(program.graph)
+    _write_out_placeholders(program.graph, layout)
     return _write(program, file, description | dict(metadata or {}))
 
 
@@ -249,7 +267,7 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
     return seen
 
 
-def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
+def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> ir.Model:
     images = torch.zeros(2, *input_size)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -261,7 +279,7 @@ def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
                 seen,
                 (images,),
                 dynamo=True,
-                opset_version=OPSET,
+                opset_version=opset,
                 dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
                 input_names=[INPUT],
                 output_names=[OUTPUT],
@@ -309,11 +327,15 @@ def _fold_score_scale(graph: ir.Graph) -> None:
         graph.remove(node, safe=True)
 
 
-def _write_out_placeholders(graph: ir.Graph, signed_operands: bool) -> None:
+def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
     for node in list(graph):
         if node.domain == _DOMAIN:
-            behind = _taken_behind(graph, node) if signed_operands and node.op_type == "Grid" else []
-            new = _grid_nodes(graph, node, behind) if node.op_type == "Grid" else _weight_nodes(graph, node)
+            if node.op_type == "Weight":
+                new = _weight_nodes(graph, node, layout)
+            elif layout.signed:
+                new = _signed_grid_nodes(graph, node)
+            else:
+                new = _grid_nodes(graph, node, _taken_behind(graph, node) if layout.signed_operands else [])
             before = node.outputs[0]
             after = new[-1].outputs[0]
             after.type = before.type
@@ -398,6 +420,23 @@ def _grid_nodes(graph: ir.Graph, node: ir.Node, behind: Sequence[_Behind]) -> li
     return [*nodes, cast, shifted, ir.node("Mul", [shifted.outputs[0], steps], name=f"{name}.dequantize")]
 
 
+def _signed_grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    """[Clip in float] -> QuantizeLinear (int8) -> DequantizeLinear, with a zero point of 0."""
+    name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
+    x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
+    nodes = []
+    if bits < (8 if zero else 7):  # else int8 saturates where the codes end
+        ends = ((code - zero) * scale for code in (np.float32(0), np.float32((1 << bits) - 1)))
+        bounds = [_constant(graph, f"{name}.{end}", bound) for end, bound in zip(("min", "max"), ends, strict=True)]
+        nodes.append(ir.node("Clip", [x, *bounds], name=f"{name}.clip"))
+        x = nodes[0].outputs[0]
+    step, zero_point = _constant(graph, f"{name}.scale", scale), _constant(graph, f"{name}.zero_point", np.int8(0))
+    quantize = ir.node("QuantizeLinear", [x, step, zero_point], name=f"{name}.quantize")
+    quantize.outputs[0].name = f"{name}{CODES}"
+    inputs = [quantize.outputs[0], step, zero_point]
+    return [*nodes, quantize, ir.node("DequantizeLinear", inputs, name=f"{name}.dequantize")]
+
+
 def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray) -> list[ir.Node]:
     """From 0 .. 255 to the nearest level."""
     table = _constant(graph, f"{name}.table", level_table(torch.from_numpy(levels)).numpy().astype(np.uint8))
@@ -409,12 +448,13 @@ def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray
     return [shape, flat, index, found, back]
 
 
-def _weight_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Node]:
     name, bits, axis = (node.attributes[key].value for key in ("name", "bits", "axis"))
     codes, scale = _numbers(node.inputs[0]), _numbers(node.inputs[1])
-    stored = ir.tensor(codes) if bits > 4 else ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4)
+    packed = bits <= 4 and layout.opset >= OPSET
+    stored = ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4) if packed else ir.tensor(codes)
     value = _constant(graph, f"{name}{CODES}", stored)
-    if all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
+    if not layout.signed and all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
         # A convolution of images in float: a product of constants is folded at load, and the runtime may then lay the
         # weights out as it likes. A DequantizeLinear it would keep, and compute for every batch.
         cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
@@ -422,7 +462,7 @@ def _weight_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
         factors = _constant(graph, f"{name}.scale", scale.reshape(shape))
         return [cast, ir.node("Mul", [cast.outputs[0], factors], name=f"{name}.dequantize")]
     nodes = []
-    if bits <= 4:
+    if packed:
         nodes.append(ir.node("Cast", [value], {"to": int(ir.DataType.INT8)}, name=f"{name}.cast"))
         value = nodes[0].outputs[0]
     step = _constant(graph, f"{name}.scale", scale)

@@ -593,3 +593,37 @@ def test_speeds_of_two_models_are_not_compared(vit, tmp_path, capsys):
     assert "of two models" in told and f"{other} (other)" in told
     assert main(["bench-runtime", str(one), "--threads", "100000"]) == 1
     assert "--threads 100000" in capsys.readouterr().err
+
+
+CLASSIFY = EXAMPLE.parent / "deploy" / "classify.py"
+
+
+@needs_onnx
+def test_the_small_program_names_five_classes_without_torch(tmp_path):
+    from PIL import Image
+
+    from maskaq import zoo
+
+    model = maskaq.load_model("cifar10_vit")
+    recipe = maskaq.load_recipe("demo", bits="w8a8")
+    teacher = maskaq.expose(model)
+    student = maskaq.quantized_twin(teacher, recipe.quantization)
+    maskaq.init_ranges_(student, maskaq.noise(teacher, n=32, seed=0), recipe.quantization)
+    small = deploy(student)
+    file = export_onnx(small, tmp_path / "m.onnx")
+    pixels, _ = zoo.test_images()
+    names = zoo.embedded_model("cifar10_vit").pretrained_cfg["label_names"]
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
+    words = [sys.executable, "-X", "importtime", str(CLASSIFY), str(file), str(tmp_path / "a.png")]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    first, *rows = found.stdout.splitlines()
+    assert first.endswith(" ms") and len(rows) == 5
+    best = small(geometry(small).normalise(pixels[:1].float() / 255)).softmax(dim=1)[0]
+    assert names[best.argmax()] in rows[0]
+    assert float(rows[0].split()[0]) == pytest.approx(100 * best.max().item(), abs=2)
+    assert "torch" not in {line.split("|")[-1].strip() for line in found.stderr.splitlines()}
+    (tmp_path / "b.png").write_text("no image")
+    told = subprocess.run([sys.executable, str(CLASSIFY), str(file), str(tmp_path / "b.png")], capture_output=True)
+    assert told.returncode == 1 and b"Traceback" not in told.stderr
+    told = subprocess.run([sys.executable, str(CLASSIFY), str(tmp_path / "b.png"), "x"], capture_output=True)
+    assert told.returncode == 1 and b"Traceback" not in told.stderr

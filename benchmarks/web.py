@@ -19,7 +19,7 @@ from selenium import webdriver
 from maskaq.artifact.export.onnx import metadata_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "web"))
-import prepare  # noqa: E402
+import prepare
 
 PAGE = """<!doctype html><script type="module">
 import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
@@ -45,6 +45,13 @@ window.ready = true;
 </script>"""
 
 
+CALL = """
+const [files, shape, repeats, done] = arguments;
+const call = () => window.ready ? bench(files, shape, repeats).then(done, (e) => done(String(e))) : setTimeout(call, 50);
+call();
+"""
+
+
 def main(files: list[str], repeats: int = 15) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -63,16 +70,8 @@ def main(files: list[str], repeats: int = 15) -> None:
             browser.set_script_timeout(600)
             browser.get(f"http://127.0.0.1:{server.server_port}/")
             size = metadata_of(files[0])["input_size"]
-            script = (
-                "const done = arguments[3]; const wait = () => window.ready ? window.bench(arguments[0], arguments[1], "
-            )
-            script += "arguments[2]).then(done, (e) => done(String(e))) : setTimeout(wait, 50); wait();"
-            script = (
-                script.replace("arguments[0]", "a[0]").replace("arguments[1]", "a[1]").replace("arguments[2]", "a[2]")
-            )
-            taken = browser.execute_async_script(
-                "const a = arguments; " + script, [f"{i}.onnx" for i in range(len(files))], [1, *size], repeats
-            )
+            names = [f"{i}.onnx" for i in range(len(files))]
+            taken = browser.execute_async_script(CALL, names, [1, *size], repeats)
             if isinstance(taken, str):
                 sys.exit(f"onnxruntime-web: {taken}")
             version = browser.capabilities["browserVersion"]

@@ -47,7 +47,8 @@ window.ready = true;
 
 CALL = """
 const [files, shape, repeats, done] = arguments;
-const call = () => window.ready ? bench(files, shape, repeats).then(done, (e) => done(String(e))) : setTimeout(call, 50);
+const failed = (error) => done(String(error));
+const call = () => window.ready ? bench(files, shape, repeats).then(done, failed) : setTimeout(call, 50);
 call();
 """
 

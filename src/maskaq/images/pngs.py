@@ -1,5 +1,6 @@
 """Images as a folder of PNG files, for the quantizers of other tools."""
 
+import io
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from PIL import Image
 
 from maskaq.errors import ExportError, unwritable
 from maskaq.images.sets import SyntheticSet
+from maskaq.storage.files import write_bytes_atomic
 
 MANIFEST = "manifest.json"
 LIST = "files.txt"
@@ -44,11 +46,13 @@ def write_pngs(
         for pixels, label, number in zip(images.images, images.labels.tolist(), images.indices.tolist(), strict=True):
             name = f"{number:05d}.png"
             plane = pixels.permute(1, 2, 0).numpy()
-            Image.fromarray(plane[..., 0] if plane.shape[2] == 1 else plane).save(begun / name)
+            encoded = io.BytesIO()
+            Image.fromarray(plane[..., 0] if plane.shape[2] == 1 else plane).save(encoded, "PNG")
+            write_bytes_atomic(begun / name, encoded.getvalue())
             row = {"file": name, "label": label if label >= 0 else None}
             rows.append(row if names is None or label < 0 else row | {"name": names[label]})
-        (begun / MANIFEST).write_text(json.dumps({**notes, "images": rows}, indent=1) + "\n", encoding="utf-8")
-        (begun / LIST).write_text("".join(f"{row['file']}\n" for row in rows), encoding="utf-8")
+        write_bytes_atomic(begun / MANIFEST, json.dumps({**notes, "images": rows}, indent=1).encode() + b"\n")
+        write_bytes_atomic(begun / LIST, "".join(f"{row['file']}\n" for row in rows).encode())
         begun.replace(path)
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -152,8 +152,8 @@ class OpenvinoModel(nn.Module):
         return torch.from_numpy(self.request.infer({0: images.numpy()})[OUTPUT].copy())
 
 
-def products(file: str | Path) -> tuple[int, int, int]:
-    """Matrix products in integers, those in float, and attentions that are one fused kernel each.
+def products(file: str | Path) -> tuple[int, int, int, int]:
+    """Matrix products in integers, those in float, attentions that are a fused kernel each, and how many of integers.
 
     Counted by the precision that OpenVINO reports, which is int8 also where OpenVINO itself chose to quantize
     activations: `verify_openvino` checks that a product is one of our codes.
@@ -165,7 +165,9 @@ def products(file: str | Path) -> tuple[int, int, int]:
             kinds["integer" if notes["runtimePrecision"] in ("u8", "i8") else "float"] += 1
         elif notes["layerType"] == "Subgraph" and "matmul" in notes["originalLayersNames"].lower():
             kinds["fused"] += 1
-    return kinds["integer"], kinds["float"], kinds["fused"]
+            types = [node.get_input_element_type(i) for i in range(node.get_input_size())]
+            kinds["of integers"] += sum(kind in (openvino.Type.i8, openvino.Type.u8) for kind in types) >= 3  # q, k, v
+    return kinds["integer"], kinds["float"], kinds["fused"], kinds["of integers"]
 
 
 def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verification:

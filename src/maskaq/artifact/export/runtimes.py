@@ -241,10 +241,13 @@ class Products:
     integer: int
     in_float: int
     fused: int = 0
-    """Attentions that OpenVINO computes in one kernel each, of which it tells no more."""
+    """Attentions that OpenVINO computes in one kernel each."""
+    of_integers: int = 0
+    """Of these, the attentions whose q, k and v are integers."""
 
     def __str__(self) -> str:
-        fused = f", and {self.fused} attentions in a fused kernel each" if self.fused else ""
+        fused = f", and {self.fused} attentions in a fused kernel each, {self.of_integers} of them of integer q, k, v"
+        fused = fused if self.fused else ""
         return f"{self.integer} matrix products in integers, {self.in_float} in float{fused}"
 
 

@@ -122,7 +122,7 @@ def assert_stored_at(room, file, bits):
 
 
 @needs_onnx
-@pytest.mark.parametrize("bits", ["w4a8", "w4a4"])
+@pytest.mark.parametrize("bits", mostly_slow(["w4a8", "w4a4"], "w4a4"))
 def test_attention_multiplies_uint8_by_int8_which_cpus_have_instructions_for(bits, tmp_path):
     model = deployed(bits, lambda: tiny_vit(depth=1))
     file = export_onnx(model, tmp_path / "model.onnx")

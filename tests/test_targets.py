@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import VIT, VIT_ARGS, pair, small_recipe, tiny_vit
+from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_vit
 from PIL import Image
 
 import maskaq
@@ -85,7 +85,7 @@ def test_a_saved_model_keeps_its_symmetry(tmp_path):
 
 @needs_openvino
 @needs_onnx
-@pytest.mark.parametrize("target", ["openvino", "symmetric"])
+@pytest.mark.parametrize("target", mostly_slow(["openvino", "symmetric"], "openvino"))
 def test_openvino_multiplies_queries_and_keys_in_integers_without_zero_points(target, tmp_path):
     from maskaq.artifact.export import openvino as files
 
@@ -100,6 +100,7 @@ def test_openvino_multiplies_queries_and_keys_in_integers_without_zero_points(ta
     assert in_float == 0 and fused == of_integers == 1
 
 
+@pytest.mark.slow
 @needs_openvino
 @needs_onnx
 def test_an_openvino_file_says_in_which_precision_it_runs(tmp_path):
@@ -118,7 +119,7 @@ SUPPORTED |= {"Unsqueeze"}
 
 
 @needs_onnx
-@pytest.mark.parametrize("bits", ["w8a8", "w4a8", "w4a4"])
+@pytest.mark.parametrize("bits", mostly_slow(["w8a8", "w4a8", "w4a4"], "w4a4"))
 def test_a_file_for_tensorrt_keeps_its_published_rules(bits, tmp_path):
     import onnx
     from onnx import TensorProto, numpy_helper
@@ -188,7 +189,7 @@ def saved(tmp_path_factory):
 
 
 @needs_onnx
-@pytest.mark.parametrize("name", ["m.onnx", "m.pt2"])
+@pytest.mark.parametrize("name", mostly_slow(["m.onnx", "m.pt2"], "m.onnx"))
 def test_inspect_prints_what_a_file_says_of_itself(saved, tmp_path, capsys, name):
     words = ["export", str(saved), "-o", str(tmp_path / name)]
     words += ["--format", "pt2"] if name.endswith("pt2") else ["--target", "tensorrt"]

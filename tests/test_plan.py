@@ -277,3 +277,32 @@ def test_a_plan_of_another_model_is_refused():
     plan = build_plan(expose(tiny_swin()), Quantization())
     with pytest.raises(MaskaqError, match="sites that this model has not"):
         quantized_twin(expose(tiny_vit()), Quantization(), plan)
+
+
+def test_evolution_of_widths_never_costs_more_than_its_start_and_keeps_the_budget():
+    sizes = dict.fromkeys("abcdef", 10)
+    best = dict(zip("abcdef", (2, 3, 4, 5, 6, 4), strict=True))
+
+    def cost(bits):
+        return sum(abs(bits[name] - best[name]) for name in bits)
+
+    start = dict.fromkeys("abcdef", 4)
+    found = mixed.evolve(start, sizes, budget=240, cost=cost)
+    assert cost(found) < cost(start) and sum(found.values()) * 10 <= 240 and set(found.values()) <= set(mixed.WIDTHS)
+    assert mixed.evolve(start, sizes, budget=240, cost=cost) == found
+
+
+def test_a_recipe_may_ask_for_evolved_widths_within_the_same_average():
+    teacher = expose(tiny_vit())
+    images = noise(teacher, 2, seed=0)
+    plans = []
+    for how in ("greedy", "evolve"):
+        recipe = load_recipe("paper", f"quantization.mixed={how}", bits="mixed:3.5")
+        plan = build_plan(teacher, recipe.quantization)
+        distance = TASKS["classification"].distance
+        plans.append(mixed.choose_bits(teacher, plan, recipe.quantization, 3.5, images, distance))
+    found = layers(teacher).items()
+    weights = {name: module.weight.numel() for name, (module, kind) in found if kind.slots[0] == "weight"}
+    for plan in plans:
+        spent = sum(plan.sites[f"{name}.weight"].bits * size for name, size in weights.items())
+        assert spent <= 3.5 * sum(weights.values())

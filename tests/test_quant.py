@@ -312,10 +312,35 @@ def test_constant_tensors_give_numbers_and_gradients(method, value):
     for name, role, signed, channels in KINDS:
         constant = torch.full((6, 8), value if signed else abs(value))
         made = ready(name, role, 4, signed, channels, constant, method)
-        assert (made(constant) - constant).abs().max() <= 0.17  # half a step of [-2.5, 2.5] at 4 bits
+        if method != "lsq":  # its step is a multiple of the mean, which no extreme bounds
+            assert (made(constant) - constant).abs().max() <= 0.17  # half a step of [-2.5, 2.5] at 4 bits
         x = torch.full((6, 8), 1e-3, requires_grad=True)  # and what passes there later may be no zero
         made(x).sum().backward()
         assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in made.parameters())
+
+
+def test_lsq_starts_from_twice_the_mean_magnitude_over_the_root_of_the_largest_code():
+    x = samples()
+    weights, signed = ready("lsq", "weight", 4, True, 6, x, "lsq"), ready("lsq", "activation", 4, True, None, x, "lsq")
+    for c in range(6):
+        mean = sum(abs(v) for v in x[c].tolist()) / x.shape[1]
+        assert weights.scale[c].item() == pytest.approx(2 * mean / math.sqrt(7), rel=1e-5)
+    assert signed.scale.item() == pytest.approx(2 * x.abs().mean().item() / math.sqrt(7), rel=1e-5)
+    assert signed.zero_point.item() == 8
+    unsigned = ready("lsq", "activation", 4, False, None, x.abs(), "lsq")
+    assert unsigned.scale.item() == pytest.approx(2 * x.abs().mean().item() / math.sqrt(15), rel=1e-5)
+
+
+def test_the_best_percentile_is_the_one_of_least_error():
+    x = torch.cat([torch.randn(1, 99_999, generator=torch.Generator().manual_seed(0)), torch.full((1, 1), 50.0)], dim=1)
+    low, high = ranges.best_percentile(x, 4, False, 1.0)
+    errors = {}
+    for share in (0.999, 0.9999, 0.99999):
+        ends = [x[0].sort().values[round((1 - share) * 99_999)], x[0].sort().values[-1 - round((1 - share) * 99_999)]]
+        scale, zero = ranges.affine(*(end[None] for end in ends), 4)
+        codes = (torch.round(x / scale) + zero).clamp(0, 15)
+        errors[ends[1].item()] = ((codes - zero) * scale - x).square().mean().item()
+    assert high.item() == min(errors, key=errors.get) < 50 and low.item() < 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

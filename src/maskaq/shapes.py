@@ -53,6 +53,11 @@ class Layer:
         is_padded = patches.shape[2] > self.grid[0] * self.grid[1]
         return self._to_raster(patches, dim=2) if is_padded else patches
 
+    def raster_heads(self, heads: Tensor) -> Tensor:
+        """(B*W, H, T, D) attention-head outputs -> (B, N, H*D): of each patch in raster order, heads side by side."""
+        patches = self.window_patches(heads).transpose(2, 3).flatten(3)  # (B, W, Q, H*D)
+        return self._to_raster(patches.flatten(1, 2))
+
     def window_patches(self, tokens: Tensor) -> Tensor:
         """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""
         return tokens[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
-from maskaq.images.augment import jitter, quarter, simclr
+from maskaq.images.augment import jitter, quarter, simclr, zoomed
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
@@ -77,6 +77,7 @@ class Synthesizer:
         self.blamed: str | None = None
         """What to do about a term that lost images, once some are lost; empty where it was no single term."""
         self._room: int | None = None
+        self._expected = 0
         self._buffers: _StepBuffers | None = None
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
@@ -123,6 +124,13 @@ class Synthesizer:
             self.batch = max(1, self._room // self.config.batch) * self.config.batch
         return self.batch
 
+    def expect(self, images: int) -> None:
+        """Calls are of at most so many images. A captured step has buffers for that many, also in a smaller call:
+        the GPU then runs the same kernels, and an image is the same to the bit, whoever makes it and with which others.
+        """
+        if self._expected != images:
+            self._room = self.batch = self._expected = images
+
     def _fitting(self) -> int:
         """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""
         few = 4
@@ -139,7 +147,8 @@ class Synthesizer:
         """One step of one image, after the set-up; from a few steps. None where images are what they start from."""
         if not self.recipe.most_steps:
             return None
-        count = min(self.config.images, self.images_at_once())
+        shards = -(-self.config.images // self.config.batch)
+        count = min(self.config.images, self.shards_at_once(shards) * self.config.batch)
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
         seconds = 0.0
@@ -286,6 +295,8 @@ class Synthesizer:
     def _buffers_for(self, count: int) -> "_StepBuffers":
         """Buffers for this many images. A captured step reuses its buffers for every later batch that fits."""
         buffers = self._buffers
+        if self.engine.captures:
+            count = max(count, min(self._expected, self.batch))
         if (
             buffers is None
             or len(buffers.labels) < count
@@ -308,6 +319,7 @@ class Synthesizer:
             fraction = step / max(1, steps - 1)
             schedule["lr"].append(lr * cosine(step / steps, config.lr_final))
             schedule["noise"].append(config.noise * (1 - fraction))
+            schedule["zoom"].append(1 - (1 - config.zoom) * fraction)
             schedule["roll"].append(roll if fraction < 0.5 else 2 * roll)
             for grid, patches in grids.items():
                 k = masks.mask_size(patches, fraction, config.mask.start, config.mask.end)
@@ -335,15 +347,15 @@ class Synthesizer:
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
             output = self.teacher(jittered)
-            if "student" in needs:
-                self.student(jittered)
+            student_output = self.student(jittered) if "student" in needs else None
         layers, losses = self.geometry.layers, self.engine.losses
         outputs = {self.task.output: output.float()}
         view = SynthesisView(images, buffers.labels, outputs, layers, self.seen[config.map], run=losses, **region)
         view.keys = buffers.keys
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])
-        if "student" in needs:
+        if student_output is not None:
+            view.student_outputs = {self.task.output: student_output.float()}
             view.student_attention = self.geometry.patch_attention(self.seen_student[received])
         if "student_maps" in needs:
             view.student_maps = self.seen_student[config.map]
@@ -362,6 +374,8 @@ class Synthesizer:
             settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
             pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
             return self.geometry.normalise(pixels)
+        if config.zoom < 1:
+            images = self.engine.compiled(zoomed)(images, keys, now["zoom"])
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maskaq.losses.distill import neighbours
+
 _C1, _C2 = 0.01**2, 0.03**2  # SSIM's constants for maps in [0, 1]
 
 
@@ -106,6 +108,20 @@ def density_entropy(values: Tensor, points: Tensor, bandwidth: float = 0.01) -> 
     distance = (points[:, :, None] - values[:, None]) / bandwidth
     density = torch.exp(-0.5 * distance.square()).mean(dim=2) / (bandwidth * math.sqrt(2 * math.pi)) + 1e-4
     return torch.trapezoid(-density * density.log(), points)
+
+
+def patch_contrast(patches: Tensor, temperature: float = 0.2, positives: int = 4) -> Tensor:
+    """L_C of one layer (CLAMP-ViT), of patches (B, rows, columns, C): InfoNCE in each patch's 3 x 3 neighbourhood.
+
+    The most alike neighbours, at most four by cosine, are positives, the others negatives. Ours: the temperature.
+    """
+    _, around, there = neighbours(patches)
+    scores = torch.where(there, around / temperature, -math.inf)  # (B, 8, rows, columns)
+    count = min(positives, scores.shape[1])
+    best = scores.detach().topk(count, dim=1).indices
+    alone = ~there.any(dim=1)  # a grid of one patch has no neighbours
+    chosen = scores.gather(1, best).logsumexp(dim=1) - scores.logsumexp(dim=1)
+    return -torch.where(alone, 0.0, chosen).mean(dim=(1, 2))
 
 
 def prior_difference(received: Tensor, prior: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import AttentionProducts, Matmul, geometry
+from maskaq.models.structure import gelu_mlps
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.kinds import kind_of, refuse_quantized
 from maskaq.quant.quantizers import Quantizer
@@ -89,6 +90,9 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
             "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"
         )
     bits = Bits.parse(scheme.bits)
+    rectified = {f"{name}.fc2" for name in gelu_mlps(teacher)} if scheme.mlp == "relu" else set()
+    if scheme.mlp == "relu" and not rectified:
+        raise ModelError("quantization.mlp = relu: this model has no MLP of two layers with a GELU between them")
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():
         kind = kind_of(module)
@@ -100,6 +104,8 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 continue  # the image itself is never quantized
             else:
                 signed = module.signed[index] if isinstance(module, Matmul) else True
+                if name in rectified and f"{name}.{slot}" not in before.sites:  # rotated values have both signs
+                    signed = False
                 site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
                 site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
@@ -109,13 +115,28 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
 
 
 def _for_target(site: Site, target: str) -> Site:
-    """`openvino`: the signed operands of attention's products; `symmetric`: all, and the softmax has 128 codes.
+    """`openvino`: the signed operands of attention's products are symmetric; `symmetric`: all that is signed.
 
-    Codes of the softmax start at 0: with 7 bits they are int8 with a zero point of 0.
+    Codes of what is never negative, such as the softmax, start at 0: 7 bits of them are int8 without a zero point.
     """
     if not site.signed:
         return replace(site, bits=min(site.bits, 7)) if target == "symmetric" else site
     return replace(site, symmetric=target == "symmetric" or (target == "openvino" and site.slot in ("a", "b")))
+
+
+def with_own_mlps(
+    teacher: nn.Module, scheme: Quantization, plan: QuantPlan | None
+) -> tuple[Quantization, QuantPlan | None]:
+    """Scheme and plan of a student with the teacher's own MLPs: what baselines are, whatever a method puts there."""
+    if scheme.mlp == "same":
+        return scheme, plan
+    own = replace(scheme, mlp="same")
+    found = build_plan(teacher, own)
+    known = {} if plan is None else {site.name: site for site in plan}
+    sites = {
+        n: replace(s, bits=known[n].bits, range=known[n].range) if n in known else s for n, s in found.sites.items()
+    }
+    return own, QuantPlan(sites)
 
 
 def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from maskaq import randomness
 from maskaq.errors import RangeError, RecipeError, unknown
 from maskaq.quant import grid, ranges
 from maskaq.quant.site import Role, Site
@@ -53,13 +54,22 @@ class Quantizer(nn.Module):
         self.observed: list[Tensor] | None = None
         self.share = 1.0
         """Share of the batch in this micro-batch; keeps the LSQ gradient scale constant."""
+        self.drop = 0.0
+        """Probability that a value is left in float (QDrop); 1: all are."""
+        self.lots: Tensor | None = None
+        """(1,) the random key of the values that are."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
             self.observed.append(self.sample(x.detach(), _OBSERVED))
             return x
+        if self.drop >= 1:
+            return x
         self._check_ready()
-        return self.fake_quantize(x)
+        values = self.fake_quantize(x)
+        if self.drop and self.lots is not None:
+            values = torch.where(randomness.uniform(self.lots, x.numel()).view(x.shape) < self.drop, x, values)
+        return values
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self._grid(x)

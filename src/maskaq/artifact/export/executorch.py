@@ -23,7 +23,7 @@ from maskaq.artifact.export.agreement import Agreement
 from maskaq.artifact.export.metadata import REMEDY, as_text, describe
 from maskaq.errors import ExportError
 from maskaq.models import geometry
-from maskaq.quant.deployed import CodedWeight, DeployedLinear, FixedGrid
+from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, FixedGrid, FloatWeight
 from maskaq.quant.kinds import replace_module
 from maskaq.storage.files import write_bytes_atomic
 
@@ -94,6 +94,9 @@ def _dynamic(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, DeployedLinear) and isinstance(module.weight, CodedWeight):
             replace_module(found, name, _DynamicLinear(module))
+        elif isinstance(module, DeployedConv2d):  # of images, in float: XNNPACK takes no computed weights
+            conv = found.get_submodule(name)
+            conv.weight = FloatWeight(module.weight().detach())
     for name, module in list(found.named_modules()):
         if isinstance(module, FixedGrid):
             replace_module(found, name, nn.Identity())

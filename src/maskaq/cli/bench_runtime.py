@@ -165,8 +165,7 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
         ]
         for calibrated_on, images in sets.items():
             progress.note(f"other tools on {len(images)} {calibrated_on or 'synthetic images'}")
-            peers = make_peers(plain, files["float32"], images, place, calibrated_on)
-            candidates += [Candidate(p.name, p.runtime, p.megabytes, p.load) for p in peers]
+            candidates += make_peers(plain, files["float32"], images, place, calibrated_on)
         candidates.sort(key=lambda candidate: candidate.runtime != "onnxruntime")  # the first stays the first
         options = {"batches": arguments.batch, "threads": threads, "repeats": arguments.repeats}
         speeds = list(runtimes.bench(candidates, (spec.channels, *spec.image_size), **options))  # type: ignore[arg-type]

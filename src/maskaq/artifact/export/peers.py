@@ -7,8 +7,6 @@ import copy
 import importlib.util
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskaq.artifact.export.runtimes import Run, runner
+from maskaq.artifact.export.runtimes import Candidate, Run, runner
 from maskaq.errors import ExportError
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A quantized model of another tool."""
-
-    name: str
-    runtime: str
-    megabytes: float
-    load: Callable[[int], Run]
-    """Number of threads -> something that computes the outputs of a batch."""
 
 
 def available() -> list[str]:
@@ -41,15 +28,15 @@ def available() -> list[str]:
 
 def make_peers(
     model: nn.Module, float_file: str | Path, images: Tensor, folder: str | Path, calibrated_on: str = ""
-) -> list[Peer]:
+) -> list[Candidate]:
     """Quantize a full-precision model with every installed tool.
 
     Args:
         float_file: the model as ONNX in float32.
         images: normalised (N, C, H, W), what the tools that calibrate do it on.
         folder: where their files are written.
-        calibrated_on: what the images are, for the names; tools that need none are left out if it is not empty and
-            another call has made them: give it for the second set of images.
+        calibrated_on: what the images are, where they are not the first set: it is put behind the names, and tools
+            that need no images are left out.
     """
     makers: dict[str, Any] = {
         "quantize_dynamic": partial(_dynamic, float_file),
@@ -71,12 +58,12 @@ def make_peers(
     return peers
 
 
-def _of_file(name: str, runtime: str, file: Path) -> Peer:
+def _of_file(name: str, runtime: str, file: Path) -> Candidate:
     size = sum(path.stat().st_size for path in file.parent.glob(f"{file.stem}.*"))
-    return Peer(name, runtime, size / 1e6, partial(runner, file))
+    return Candidate(name, runtime, size / 1e6, partial(runner, file))
 
 
-def _dynamic(float_file: str | Path, name: str, folder: Path) -> Peer:
+def _dynamic(float_file: str | Path, name: str, folder: Path) -> Candidate:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     file = folder / f"{_plain(name)}.onnx"
@@ -85,7 +72,7 @@ def _dynamic(float_file: str | Path, name: str, folder: Path) -> Peer:
     return _of_file(name, "onnxruntime", file)
 
 
-def _static(float_file: str | Path, images: Tensor, name: str, folder: Path) -> Peer:
+def _static(float_file: str | Path, images: Tensor, name: str, folder: Path) -> Candidate:
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
     class Images(CalibrationDataReader):
@@ -128,7 +115,7 @@ class _prepared:
         self.folder.cleanup()
 
 
-def _nncf(float_file: str | Path, images: Tensor, name: str, folder: Path) -> Peer:
+def _nncf(float_file: str | Path, images: Tensor, name: str, folder: Path) -> Candidate:
     import nncf
     import openvino
 
@@ -144,7 +131,7 @@ def _nncf(float_file: str | Path, images: Tensor, name: str, folder: Path) -> Pe
     return _of_file(name, "openvino", file)
 
 
-def _torchao(model: nn.Module, name: str, folder: Path) -> Peer:
+def _torchao(model: nn.Module, name: str, folder: Path) -> Candidate:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     found = copy.deepcopy(model).eval()
@@ -163,7 +150,7 @@ def _torchao(model: nn.Module, name: str, folder: Path) -> Peer:
 
         return run
 
-    return Peer(name, "pytorch", megabytes, load)
+    return Candidate(name, "pytorch", megabytes, load)
 
 
 def _plain(name: str) -> str:

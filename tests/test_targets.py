@@ -251,3 +251,24 @@ def test_without_executorch_the_command_says_what_to_install(saved, monkeypatch,
     monkeypatch.delitem(sys.modules, "maskaq.artifact.export.executorch", raising=False)
     assert main(["export", str(saved), "--format", "executorch", "-o", str(tmp_path / "m.pte")]) == 1
     assert 'pip install "maskaq[executorch]"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_onnx
+def test_other_quantizers_are_measured_beside_ours_on_the_runs_images(tmp_path, capsys):
+    model = maskaq.load_model("cifar10_vit")
+    small = ("synthesis.images=16", "synthesis.steps=1", "calibration.epochs=1", "refresh.every=0")
+    recipe = maskaq.load_recipe("demo", *small, bits="w8a8")
+    maskaq.quantize(model, recipe, tmp_path / "run", source={"name": "cifar10_vit"}, report=False)
+    words = ["bench-runtime", str(tmp_path / "run"), "--peers", "--batch", "1", "--repeats", "1", "--threads", "1"]
+    figures = tmp_path / "figures.json"
+    assert main([*words, "--data", "cifar10-demo", "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    names = {row["file"] for row in found["speeds"]}
+    assert {"float32", "maskaq w8a8, onnx", "quantize_static", "quantize_dynamic"} <= names
+    top1 = {name: row["top1"] for name, row in found["accuracy"].items()}
+    assert top1["float32"] > 85 and all(value > 60 for value in top1.values())
+    capsys.readouterr()
+    assert main([*words, "--real", str(tmp_path / "none")]) == 1 and "none" in capsys.readouterr().err
+    assert main(["bench-runtime", str(tmp_path / "run"), "--real", str(tmp_path)]) == 1
+    assert main(["bench-runtime", str(tmp_path / "m.onnx"), "--peers"]) == 1

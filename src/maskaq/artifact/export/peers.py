@@ -104,11 +104,15 @@ class _prepared:
         self.file = file
 
     def __enter__(self) -> str:
+        import onnx
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         self.folder = tempfile.TemporaryDirectory()
         place = f"{self.folder.name}/prepared.onnx"
         quant_pre_process(str(self.file), place, skip_symbolic_shape=True)
+        proto = onnx.load(place)
+        del proto.graph.value_info[:]  # quantize_dynamic transposes weights, and trips over the shapes of before
+        onnx.save(proto, place)
         return place
 
     def __exit__(self, *_: Any) -> None:

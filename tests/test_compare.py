@@ -172,6 +172,13 @@ def test_means_errors_and_paired_differences_are_those_of_the_hits():
     assert second.error == pytest.approx(sampling) and first.error > 100 * (0.375 * 0.625 / 4) ** 0.5
 
 
+def test_overrides_of_all_rows_are_said_once():
+    both = [line("x", "10"), line("y", "11")]
+    both[0].overrides, both[1].overrides = ["a=1", "b=2"], ["a=1"]
+    assert compare.common_overrides(both) == ["a=1"]
+    assert [entry.label for entry in entries(both)] == ["x b=2", "y"]
+
+
 def test_a_folder_that_was_calibrated_on_is_not_in_the_mean(tmp_path):
     real = Line("r", "m", "quick+images:{0}", "w4a4", 0, top1={"a": 90.0, "b": 50.0}, data_free=False)
     real.hits = {"a": "1" * 9 + "0", "b": "1" * 5 + "0" * 5}

@@ -62,6 +62,8 @@ class Reconstructor(Calibrator):
         self.unit = int(state["unit"])
         self.optimizer = self._optimizer()
         self.first.copy_(state["first"])
+        if "rounding" not in state:  # the unit was done: its weights are on their levels
+            self.roundings = []
         with torch.no_grad():
             for rounding, alpha in zip(self.roundings, state.get("rounding", ()), strict=True):
                 rounding.alpha.copy_(alpha)

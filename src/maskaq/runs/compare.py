@@ -27,7 +27,7 @@ from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage.files import lines_of, locked, write_bytes_atomic
-from maskaq.storage.runfolder import QUANTIZED
+from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 
 ROWS_FILE = "rows.jsonl"
@@ -47,11 +47,6 @@ class Row:
     bits: str
     seed: int = 0
     overrides: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """What rows of other seeds have in common."""
-        return " ".join((self.recipe, *self.overrides))
 
 
 def read_rows(file: str | Path) -> list[Row]:
@@ -127,10 +122,6 @@ class Line:
     commit: str | None = None
     failed: str = ""
     """Why there is no model."""
-
-    @property
-    def label(self) -> str:
-        return " ".join((self.recipe, *self.overrides))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Line":
@@ -319,10 +310,23 @@ def _steps(recipe: Recipe) -> str:
 
 def _spent(folder: Path) -> float:
     """Seconds that earlier calls have spent on a run, as its events tell."""
-    return sum(float(event.get("seconds") or 0) for event in lines_of(folder / "events.jsonl"))
+    if not (folder / "run.json").exists():
+        return 0.0
+    return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
 
 
 # ---- tables
+
+
+def common_overrides(lines: Sequence[Line]) -> list[str]:
+    """The overrides that all rows have: a table says them once."""
+    first, *others = [line.overrides for line in lines] or [[]]
+    return [word for word in first if all(word in found for found in others)]
+
+
+def label_of(line: Line, common: Sequence[str]) -> str:
+    """What a table calls a row, whatever its seed."""
+    return " ".join((line.recipe, *(word for word in line.overrides if word not in common)))
 
 
 @dataclass(frozen=True)
@@ -349,9 +353,11 @@ class Entry:
 
 def entries(lines: Iterable[Line]) -> list[Entry]:
     """The lines of each recipe and width together, in the order they come."""
+    lines = list(lines)
+    common = common_overrides(lines)
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
-        groups.setdefault((line.bits, line.label), []).append(line)
+        groups.setdefault((line.bits, label_of(line, common)), []).append(line)
     first: dict[str, list[Line]] = {}
     found = []
     for (bits, label), group in sorted(groups.items(), key=lambda item: item[0][0]):

@@ -31,7 +31,7 @@ from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 
 ROWS_FILE = "rows.jsonl"
-_FEWEST_IMAGES = 8
+_FEWEST_IMAGES = 32
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Tensor]]]
 """A model and the name of a folder -> its images and labels."""
@@ -88,12 +88,25 @@ def rows_of(
 
 
 def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """The recipe with this share of its images, and all else as it is: synthesis and calibration cost that share."""
-    if scale == 1 or not recipe.synthesis.images:
+    """The recipe at a share of its budget: so many of its images, and of the steps of a generator; all else as it is.
+
+    Synthesis and calibration cost as much as there are images. A method with a few dozen of them keeps all.
+    """
+    if scale == 1:
         return recipe
-    images = min(recipe.synthesis.images, max(_FEWEST_IMAGES, round(recipe.synthesis.images * scale)))
-    batch = min(recipe.synthesis.batch, images)
-    return replace(recipe, synthesis=replace(recipe.synthesis, images=images, batch=batch))
+
+    def share(number: int, least: int) -> int:
+        return min(number, max(least, round(number * scale)))
+
+    synthesis, calibration = recipe.synthesis, recipe.calibration
+    images = share(synthesis.images, _FEWEST_IMAGES)
+    generator = replace(synthesis.generator, steps=share(synthesis.generator.steps, 1))
+    interleave = replace(calibration.interleave, iterations=share(calibration.interleave.iterations, 1))
+    return replace(
+        recipe,
+        synthesis=replace(synthesis, images=images, batch=min(synthesis.batch, images), generator=generator),
+        calibration=replace(calibration, interleave=interleave),
+    )
 
 
 @dataclass

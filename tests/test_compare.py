@@ -64,11 +64,15 @@ def test_rows_of_recipes_cover_all_and_have_names_that_are_folders():
     assert [row.seed for row in rows] == [0] * 4 + [1] * 4
 
 
-def test_a_scale_is_a_share_of_the_images_and_of_nothing_else():
+def test_a_scale_is_a_share_of_the_images_or_of_a_generators_steps_and_of_nothing_else():
     paper = load_recipe("paper")
     small = scaled(paper, 0.1)
-    assert small.synthesis.images == 1000 and small.synthesis.steps == 2000 and small.calibration == paper.calibration
-    assert scaled(paper, 1.0) == paper and scaled(load_recipe("repq-vit"), 0.01).synthesis.images == 8
+    assert small.synthesis.images == 1000 and small.synthesis.steps == 2000 and len(small.rounds) == 7
+    assert (small.calibration.epochs, small.quantization) == (200, paper.quantization)
+    assert scaled(paper, 1.0) == paper and scaled(load_recipe("repq-vit"), 0.01).synthesis.images == 32
+    gdfq = scaled(load_recipe("gdfq"), 0.1)
+    assert (gdfq.calibration.interleave.iterations, gdfq.calibration.interleave.epochs) == (20, 400)
+    assert gdfq.synthesis.generator.steps == 1000 and scaled(paper, 0.1).synthesis.generator.steps == 0
 
 
 def test_the_papers_tables_have_the_papers_rows():
@@ -204,6 +208,13 @@ def test_means_errors_and_paired_differences_are_those_of_the_hits():
     assert second.difference[1] == pytest.approx(torch.tensor(gaps).std().item() / 2)
     sampling = 100 * (0.75 * 0.25 / 4) ** 0.5
     assert second.error == pytest.approx(sampling) and first.error > 100 * (0.375 * 0.625 / 4) ** 0.5
+
+
+def test_overrides_of_all_rows_are_said_once():
+    both = [line("x", "10"), line("y", "11")]
+    both[0].overrides, both[1].overrides = ["a=1", "b=2"], ["a=1"]
+    assert compare.common_overrides(both) == ["a=1"]
+    assert [entry.label for entry in entries(both)] == ["x b=2", "y"]
 
 
 def test_a_folder_that_was_calibrated_on_is_not_in_the_mean(tmp_path):

@@ -792,7 +792,7 @@ def test_every_term_has_a_line_of_documentation_and_known_needs(terms):
     for term in terms.values():
         assert term.doc and "\n" not in term.doc
         assert set(term.needs) <= {
-            *("student", "student_maps", "masks", "received", "regions"),
+            *("maps", "student", "student_maps", "masks", "received", "regions"),
             *("heads", "blocks", "class_features"),
         }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_run, mostly_slow, pair, small_recipe, tiny_swin, tiny_vit
+from PIL import Image
 from test_paper import seen_by
 from test_peers import PADDED
 from torch.autograd import gradcheck
@@ -243,7 +244,7 @@ def test_reparametrizing_leaves_the_float_model_alone_and_gives_each_channel_its
     assert layer.input_quantizer.scale.numel() == 1
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_mlps_with_relu_learn_what_the_models_own_give(build):
     more = ("quantization.mlp=relu", "calibration.stages=relu", "calibration.relu.lr=0.01", "calibration.relu.steps=60")
     teacher, student, images, recipe = student_of(build, *STATIC, *more)
@@ -263,7 +264,7 @@ def test_mlps_with_relu_learn_what_the_models_own_give(build):
         quantize(build(), load_recipe("paper", "calibration.stages=relu"), "nowhere")
 
 
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_searching_never_makes_the_output_of_a_layer_worse(build):
     rule = 'quantization.rule={match="*.av.a", quantizer="log"}'
     teacher, student, images, recipe = student_of(build, *STATIC, rule)
@@ -355,8 +356,10 @@ def test_dropped_values_are_the_float_ones_and_as_many_as_asked():
 # ---------------------------------------------------------------- generators
 
 
-@pytest.mark.parametrize("name", ["gdfq", "qimera", "adadfq"])
-@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+GENERATORS = {f"{name}, {model}": (name, b) for name in ("gdfq", "qimera", "adadfq") for model, b in BUILDS.items()}
+
+
+@pytest.mark.parametrize(("name", "build"), mostly_slow(GENERATORS, "qimera, vit", "adadfq, swin"))
 def test_a_generators_images_are_the_same_in_any_batch_and_learn_their_objective(name, build):
     recipe = tiny(name, "synthesis.generator.steps=12", "synthesis.lr=0.01")
     source = GeneratedImages(*pair(recipe, build), recipe)
@@ -385,6 +388,8 @@ def test_superposed_latents_are_shares_of_several_classes():
 def test_a_generator_refuses_terms_of_attention_and_models_without_classes():
     with pytest.raises(RecipeError, match="no masks: set the weights"):
         quantize(tiny_vit(), tiny("gdfq", "synthesis.terms.attention_alignment=0.1"), "nowhere")
+    with pytest.raises(RecipeError, match="no maps: set the weights"):
+        quantize(tiny_vit(), tiny("gdfq", "synthesis.terms.head_similarity=1"), "nowhere")
     with pytest.raises(RecipeError, match="images of classes"):
         quantize(tiny_vit(num_classes=0), tiny("gdfq"), "nowhere")
 
@@ -392,7 +397,7 @@ def test_a_generator_refuses_terms_of_attention_and_models_without_classes():
 # ---------------------------------------------------------------- runs
 
 RUNS = {f"{name}, {model}": (name, build) for name in METHODS for model, build in BUILDS.items()}
-SOME = ("psaq-vit-v2, vit", "adalog, swin", "aphq-vit, vit", "clamp-vit, swin", "adadfq, vit", "dfq-vit, swin")
+SOME = ("psaq-vit-v2, vit", "repq-vit, swin", "aphq-vit, vit", "clamp-vit, vit", "adadfq, vit")
 
 
 @pytest.mark.parametrize(("name", "build"), mostly_slow(RUNS, *SOME))
@@ -407,13 +412,32 @@ def test_every_method_runs_on_its_own_and_is_saved_and_loaded(tmp_path, name, bu
         assert loaded(x).isfinite().all()
 
 
+DATA_DRIVEN = ("lsq", "repq-vit", "adalog", "brecq", "aphq-vit", "genq")
+
+
+@pytest.mark.parametrize("name", mostly_slow(DATA_DRIVEN, "genq"))
+def test_a_data_driven_method_takes_a_folder_of_images_and_says_that_it_is_not_data_free(tmp_path, name):
+    for number in range(4):
+        pixels = torch.randint(0, 256, (40, 36, 3), generator=torch.Generator().manual_seed(number)).byte()
+        Image.fromarray(pixels.numpy()).save(tmp_path / f"{number}.png")
+    own = load_recipe(f"{name}+images:{tmp_path}")
+    assert (
+        own.synthesis.images == load_recipe(name).synthesis.images and own.calibration == load_recipe(name).calibration
+    )
+    less = ["calibration.epochs=1"] * ("calibrate" in own.calibration.stages)
+    recipe = load_recipe(f"{name}+images:{tmp_path}", *TINY, *less)
+    result = quantize(tiny_vit(), recipe, tmp_path / "run", report=False)
+    assert json.loads((tmp_path / "run/run.json").read_text())["facts"]["data_free"] is False
+    assert result.images.labels.tolist() == [-1] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", ["cifar10_vit", "cifar10_swin"])
 def test_every_method_runs_on_the_embedded_models_and_is_exported(tmp_path, name, model):
     budgets = (name, f"demo+{name}")
     for number, budget in enumerate(budgets):
-        recipe = tiny(budget, "calibration.reconstruct.epochs=6", "synthesis.images=8")
+        recipe = tiny(budget, "calibration.reconstruct.epochs=8", "synthesis.images=8")
         out = tmp_path / str(number)
         result = quantize(maskaq.load_model(model), recipe, out, source={"name": model}, report=False)
         assert maskaq.from_pretrained(out / "quantized")(noise(result.model, 1, seed=0)).shape == (1, 10)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=converters.share,
         default=1.0,
         metavar="X",
-        help="share of each recipe's images to make, all else as it is: the share of its budget (default: 1)",
+        help="share of each recipe's budget: of its images, at least 32, or of a generator's steps (default: 1)",
     )
     parser.add_argument(
         "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"
@@ -171,21 +171,23 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
     from maskaq.models import class_names, expose
     from maskaq.report import collect
     from maskaq.report.comparison import Column, Page
-    from maskaq.runs.compare import entries
+    from maskaq.runs.compare import common_overrides, entries, label_of
     from maskaq.storage.runfolder import RunFolder
 
-    found = entries(lines)
+    found, common = entries(lines), common_overrides(lines)
     full = comparison.full_precision() if comparison.folders else {}
     first: dict[tuple[str, str], Any] = {}
     for line in lines:
         if not line.failed:
-            first.setdefault((line.label, line.bits), line)
+            first.setdefault((label_of(line, common), line.bits), line)
     columns = []
     for (label, bits), line in first.items():
         kept = collect.read(RunFolder.read(comparison.out / line.name))
         columns.append(Column(f"{label} {bits}", kept, f"seed {line.seed}, {line.images}"))
     names = class_names(expose(comparison.model)) or []
     about = [_about(comparison, lines, full)]
+    if common:
+        about.append(f"All rows with {' '.join(common)}.")
     if any(not line.data_free for line in lines):
         about.append("Rows of images:DIR are calibrated on real images: a ceiling, NOT data-free.")
     return Page(

@@ -129,8 +129,8 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it. Synthesis: "student", "student_maps", "masks", "heads", "received", "regions";
-    calibration: "heads", "blocks", "class_features"."""
+    """What must be computed for it. Synthesis: "maps", "student", "student_maps", "masks", "heads", "received",
+    "regions"; calibration: "heads", "blocks", "class_features"."""
 
     @property
     def built_in(self) -> bool:
@@ -251,25 +251,25 @@ def total_variation_norm(v: SynthesisView) -> Tensor:
     return v.run(image.total_variation_norm, v.images)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity(v: SynthesisView) -> Tensor:
     """L_IH (Eq. 3): the heads of a layer should attend alike, 1 - SSIM."""
     return v.run.over_maps(attention.head_similarity, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity_squared(v: SynthesisView) -> Tensor:
     """L_IH as the release computes it: 1 - SSIM^2."""
     return v.run.over_maps(attention.head_similarity_squared, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def similarity_entropy(v: SynthesisView) -> Tensor:
     """L_fb (Eq. 10): minus the entropy of patch similarities; object apart from background."""
     return v.run.over_maps(attention.similarity_entropy, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def similarity_histogram(v: SynthesisView) -> Tensor:
     """L_fb as a histogram (Eqs. 6-7): minus the Shannon entropy of patch similarities, sum over layers."""
     return torch.stack([v.run(attention.similarity_histogram, maps) for maps in v.patch_maps]).sum(dim=0)
@@ -293,7 +293,7 @@ def _masked_differences(v: SynthesisView) -> list[Tensor]:
     return [attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]
 
 
-@synthesis_term(needs=("student", "student_maps", "masks"))
+@synthesis_term(needs=("maps", "student", "student_maps", "masks"))
 def attention_alignment_maps(v: SynthesisView) -> Tensor:
     """L_align (Eq. 14) to the letter, on N x N maps: the masked keys of every query, sum over layers."""
     assert v.masks is not None

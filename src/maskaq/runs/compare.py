@@ -29,11 +29,11 @@ from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage.files import lines_of, locked, write_bytes_atomic
 from maskaq.storage.leases import Leases
-from maskaq.storage.runfolder import QUANTIZED
+from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 
 ROWS_FILE = "rows.jsonl"
-_FEWEST_IMAGES = 8
+_FEWEST_IMAGES = 32
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Tensor]]]
 """A model and the name of a folder -> its images and labels."""
@@ -49,11 +49,6 @@ class Row:
     bits: str
     seed: int = 0
     overrides: tuple[str, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """What rows of other seeds have in common."""
-        return " ".join((self.recipe, *self.overrides))
 
 
 def read_rows(file: str | Path) -> list[Row]:
@@ -95,12 +90,25 @@ def rows_of(
 
 
 def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """The recipe with this share of its images, and all else as it is: synthesis and calibration cost that share."""
-    if scale == 1 or not recipe.synthesis.images:
+    """The recipe at a share of its budget: so many of its images, and of the steps of a generator; all else as it is.
+
+    Synthesis and calibration cost as much as there are images. A method with a few dozen of them keeps all.
+    """
+    if scale == 1:
         return recipe
-    images = min(recipe.synthesis.images, max(_FEWEST_IMAGES, round(recipe.synthesis.images * scale)))
-    batch = min(recipe.synthesis.batch, images)
-    return replace(recipe, synthesis=replace(recipe.synthesis, images=images, batch=batch))
+
+    def share(number: int, least: int) -> int:
+        return min(number, max(least, round(number * scale)))
+
+    synthesis, calibration = recipe.synthesis, recipe.calibration
+    images = share(synthesis.images, _FEWEST_IMAGES)
+    generator = replace(synthesis.generator, steps=share(synthesis.generator.steps, 1))
+    interleave = replace(calibration.interleave, iterations=share(calibration.interleave.iterations, 1))
+    return replace(
+        recipe,
+        synthesis=replace(synthesis, images=images, batch=min(synthesis.batch, images), generator=generator),
+        calibration=replace(calibration, interleave=interleave),
+    )
 
 
 @dataclass
@@ -129,10 +137,6 @@ class Line:
     commit: str | None = None
     failed: str = ""
     """Why there is no model."""
-
-    @property
-    def label(self) -> str:
-        return " ".join((self.recipe, *self.overrides))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Line":
@@ -219,7 +223,7 @@ class Comparison:
                     self.progress.note(f"{name}: another process is at work on it")
         finally:
             leases.close()
-        for name in rows.keys() - tried:
+        for name in [name for name in rows if name not in tried]:
             line = self.lines().get(name)
             if line is not None:
                 yield self._measured(rows[name], line)
@@ -346,10 +350,23 @@ def _steps(recipe: Recipe) -> str:
 
 def _spent(folder: Path) -> float:
     """Seconds that earlier calls have spent on a run, as its events tell."""
-    return sum(float(event.get("seconds") or 0) for event in lines_of(folder / "events.jsonl"))
+    if not (folder / "run.json").exists():
+        return 0.0
+    return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
 
 
 # ---- tables
+
+
+def common_overrides(lines: Sequence[Line]) -> list[str]:
+    """The overrides that all rows have: a table says them once."""
+    first, *others = [line.overrides for line in lines] or [[]]
+    return [word for word in first if all(word in found for found in others)]
+
+
+def label_of(line: Line, common: Sequence[str]) -> str:
+    """What a table calls a row, whatever its seed."""
+    return " ".join((line.recipe, *(word for word in line.overrides if word not in common)))
 
 
 @dataclass(frozen=True)
@@ -376,9 +393,11 @@ class Entry:
 
 def entries(lines: Iterable[Line]) -> list[Entry]:
     """The lines of each recipe and width together, in the order they come."""
+    lines = list(lines)
+    common = common_overrides(lines)
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
-        groups.setdefault((line.bits, line.label), []).append(line)
+        groups.setdefault((line.bits, label_of(line, common)), []).append(line)
     first: dict[str, list[Line]] = {}
     found = []
     for (bits, label), group in sorted(groups.items(), key=lambda item: item[0][0]):

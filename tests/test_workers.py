@@ -138,6 +138,16 @@ def test_images_and_weights_are_the_same_bytes_for_any_number_of_workers(tmp_pat
     assert len(makers(out)) == 1 + workers and not (out / "leases").exists()
 
 
+def test_the_leader_says_how_many_images_a_part_has(tmp_path, source, alone):
+    out = tmp_path / "run"
+    lead(out, source, part=5)
+    order = json.loads((out / "images/round_00/order.json").read_text())
+    assert order["shards_at_once"] == 2, "whole shards of 2 images"
+    assert json.loads((alone / "images/round_00/order.json").read_text())["shards_at_once"] == 1
+    shards = [event for event in RunFolder.read(out).events() if event.get("round") == 0 and "shard" in event]
+    assert sorted(event["shard"] for event in shards) == list(range(6)), "each was made once"
+
+
 def test_workers_finish_a_round_whose_leader_died_and_the_leader_takes_what_they_made(tmp_path, source, alone):
     out = tmp_path / "run"
     died = in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)

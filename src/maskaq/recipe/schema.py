@@ -104,7 +104,7 @@ class Rule(_Table, path="quantization.rule"):
     match: str = setting("", "pattern of site names, such as blocks.*.mlp.fc2.input (`maskaq inspect` prints them)")
     bits: str = setting("", "2 to 8, or float", choices=("", "2", "3", "4", "5", "6", "7", "8", "float"))
     quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
-    range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse"))
+    range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse", "relative"))
     granularity: str = setting(
         "", "of an attention product's operand: one range per tensor or per head", choices=("", "tensor", "head")
     )
@@ -132,7 +132,10 @@ class Quantization(_Table, path="quantization"):
         choices=("minmax", "percentile", "mse"),
     )
     activation_range: str = setting(
-        "mse", "how the first activation ranges are found", choices=("minmax", "percentile", "mse")
+        "mse",
+        "how the first activation ranges are found; relative: mse where every vector that enters a dot product counts "
+        "the same, whatever its length",
+        choices=("minmax", "percentile", "mse", "relative"),
     )
     percentile: float = setting(
         0.999,

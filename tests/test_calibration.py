@@ -82,7 +82,7 @@ def test_any_term_can_be_alone(name, build):
     others = [f"calibration.terms.{other}=0" for other in small_recipe().calibration.terms if other != name]
     cal = calibrator(*others, f"calibration.terms.{name}=1", build=build)
     told = cal.epoch(pictures(4), 0)
-    assert set(told) == {name, "loss", "lr"} and told["loss"] > 0
+    assert set(told) == {name, "loss", "lr"} and abs(told["loss"]) > 0
 
 
 def test_a_term_of_ones_own_takes_part_by_its_name(monkeypatch):

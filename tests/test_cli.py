@@ -116,7 +116,7 @@ OPTIONS = {
     "quantize": "--checkpoint --model-arg --img-size --mean --std --bits --recipe --set --out --seed --device --data "
     "--class-index --crop-pct",
     "synthesize": "--checkpoint --model-arg --img-size --mean --std --bits --recipe --set --out --seed --device",
-    "calibrate": "RUN --device --data --class-index --interpolation --workers",
+    "calibrate": "RUN --device --data --class-index --interpolation --readers --workers",
     "evaluate": "RUN_OR_MODEL --checkpoint --model-arg --img-size --mean --std --json --device --data --class-index",
     "inspect": "MODEL --checkpoint --model-arg --img-size --mean --std --bits --recipe --set",
     "list": "models recipes terms quantizers keys",

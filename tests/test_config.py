@@ -104,15 +104,6 @@ def test_a_recipe_without_a_name_is_the_one_that_quantize_takes():
     assert load_recipe() == load_recipe(by_default) == load_recipe("quick") != Recipe()
 
 
-def test_the_paper_recipe_has_the_papers_settings():
-    recipe = load_recipe("paper")
-    assert (recipe.synthesis.images, recipe.synthesis.steps, recipe.synthesis.batch) == (10_000, 2_000, 32)
-    assert (recipe.synthesis.lr, recipe.synthesis.beta1, recipe.synthesis.beta2) == (0.1, 0.9, 0.999)
-    assert (recipe.synthesis.mask.start, recipe.synthesis.mask.end) == (0.5, 0.1)
-    assert (recipe.calibration.epochs, recipe.calibration.batch, recipe.calibration.lr) == (200, 16, 1e-3)
-    assert (recipe.calibration.optimizer, recipe.calibration.momentum) == ("sgd", 0.9)
-
-
 @pytest.mark.parametrize("name", shipped_recipes())
 @pytest.mark.parametrize("overrides", [(), OVERRIDES], ids=["plain", "overridden"])
 def test_the_written_toml_loads_to_an_equal_recipe(tmp_path, name, overrides):
@@ -274,7 +265,7 @@ def test_an_unknown_section_of_a_file_is_named_with_the_known_ones(tmp_path):
         ("calibration.optimizer=1.5", "calibration.optimizer: expected a word, got 1.5"),
         ("calibration.optimizer=true", "calibration.optimizer: expected a word, got True"),
         ("calibration.optimizer=[]", "calibration.optimizer: expected a word, got []"),
-        ("calibration.augment.crop=0.5", "calibration.augment.crop: expected 2 numbers such as [0.3, 1.0], got 0.5"),
+        ("calibration.augment.crop=0.5", "calibration.augment.crop: expected 2 numbers such as [0.08, 1.0], got 0.5"),
         ("calibration.augment.crop=[0.5]", "calibration.augment.crop: expected 2 numbers"),
         ("calibration.augment.crop=[0.5, 1, 1]", "calibration.augment.crop: expected 2 numbers"),
         ("calibration.augment.crop=[nan, 1]", "calibration.augment.crop: expected a finite number, got nan"),

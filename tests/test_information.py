@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import VIT, VIT_ARGS, small_recipe, tiny_swin, tiny_vit
+from safetensors.torch import save_file
 from torch import Tensor
 
+from maskaq.models import expose, geometry
+from maskaq.models.taps import taps
+from maskaq.progress import Progress
+from maskaq.report import collect
 from maskaq.report.information import (
     averaged_total_variation,
     binary_entropy,
@@ -26,9 +32,13 @@ from maskaq.report.information import (
     pairs,
     phi,
     prediction_information,
+    theorem_2_report,
     total_variation,
     vacuous_from,
 )
+from maskaq.runs.opened import write_report
+from maskaq.runs.quantize import noise, quantize
+from maskaq.storage.runfolder import RunFolder
 
 
 def random_table(rng: np.random.Generator, *shape: int, sharpness: float = 1.0) -> Tensor:
@@ -460,3 +470,104 @@ def test_what_is_no_set_of_predictions_is_refused():
             information_report(wrong, q, labels, features)
     with pytest.raises(ValueError, match="same images"):
         information_report(p, q, labels, features[:5])
+
+
+# --- synthetic against real images, and what regions and labels are measured on
+
+
+def loop_averaged_variation(p: dict, q: dict) -> float:
+    """sum over a of p(a) D_TV(p(. | a), q(. | a)) of tables {(a, u): probability}."""
+    total = 0.0
+    for a in {key[0] for key in p}:
+        p_a, q_a = (sum(value for key, value in table.items() if key[0] == a) for table in (p, q))
+        if p_a:
+            others = {key[1] for key in (*p, *q) if key[0] == a}
+            gaps = [abs(p.get((a, u), 0) / p_a - (q.get((a, u), 0) / q_a if q_a else 0)) for u in others]
+            total += p_a * (sum(gaps) / 2 if q_a else 1.0)
+    return total
+
+
+def test_theorem_2_is_measured_from_the_tables_of_synthetic_and_real_images():
+    generator = torch.Generator().manual_seed(0)
+    q, p = (torch.randn(n, 3, generator=generator, dtype=torch.float64).softmax(dim=1) for n in (12, 10))
+    y_s, y_r = torch.arange(12) % 4, torch.arange(10) % 3  # class 3 has no real image
+    f_s, f_r = (torch.randn(n, 2, generator=generator) + 5 * (torch.arange(n) % 2)[:, None] for n in (12, 10))
+    report = theorem_2_report(q, y_s, f_s, p, y_r, f_r, regions=2)
+    keep = y_s < 3
+    a = cluster(torch.cat([f_s[keep], f_r]), 2)
+    a_s, a_r = a[: int(keep.sum())].tolist(), a[int(keep.sum()) :].tolist()
+
+    def tables(rows, labels, regions):
+        by_region, by_output = {}, {}
+        for row, y, a in zip(rows.tolist(), labels.tolist(), regions, strict=True):
+            for z, share in enumerate(row):
+                by_region[a, (y, z)] = by_region.get((a, (y, z)), 0) + share / len(rows)
+                by_output[z, (a, y)] = by_output.get((z, (a, y)), 0) + share / len(rows)
+        return by_region, by_output
+
+    (q_a, q_z), (p_a, p_z) = tables(q[keep], y_s[keep], a_s), tables(p, y_r, a_r)
+    assert report["eps_s_joint"].value == pytest.approx(loop_averaged_variation(q_a, p_a))
+    assert report["eps_s_conditional"].value == pytest.approx(loop_averaged_variation(q_z, p_z))
+    assert report["eps_s"].value == max(report["eps_s_joint"].value, report["eps_s_conditional"].value)
+    shares = [sum(found.count(r) / len(found) * sign for found, sign in ((a_s, 1), (a_r, -1))) for r in (0, 1)]
+    assert report["region_frequencies"].value == pytest.approx(sum(map(abs, shares)) / 2)
+    one_hot = [F.one_hot(torch.tensor(found), 2) for found in (a_s, a_r)]
+    xi = information(y_s[keep], one_hot[0]).plug_in - information(y_r, one_hot[1]).plug_in
+    assert report["xi"].value == pytest.approx(abs(xi))
+    assert report["theorem_2_images"].value == 9 + 10
+
+
+def test_equal_images_have_no_distance_and_no_common_label_is_told():
+    p = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.8, 0.2], [0.1, 0.9]])
+    y, features = torch.tensor([0, 1, 0, 1]), torch.tensor([[0.0], [9.0], [0.1], [9.1]])
+    same = theorem_2_report(p, y, features, p, y, features, regions=2)
+    for name in ("eps_s", "xi", "region_frequencies", "synthetic_gap", "theorem_2"):
+        assert same[name].value == pytest.approx(0, abs=1e-12)
+    none = theorem_2_report(p, y, features, p, y + 2, features)
+    assert list(none) == ["theorem_2_images"] and none["theorem_2_images"].value is None
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_region_features_are_the_mean_head_outputs_of_the_k_ir_most_attended_patches(build):
+    recipe = small_recipe("synthesis.mask.region=0.25")
+    teacher = expose(build())
+    images = noise(teacher, 3, seed=0)
+    seen = collect.look(teacher, [images], Progress(), recipe)
+    last = geometry(teacher).layers[-1]
+    with torch.no_grad(), taps(teacher, "heads") as taken:
+        teacher(images)
+        heads = last.raster_heads(taken["heads"][-1])
+    rows = [
+        alpha
+        for layer, alpha in zip(geometry(teacher).layers, seen.received["scores"], strict=True)
+        if layer.grid == last.grid
+    ]
+    for b in range(3):
+        alpha = [sum(row[b, n].item() for row in rows) for n in range(heads.shape[1])]
+        chosen = sorted(range(len(alpha)), key=lambda n: -alpha[n])[: round(0.25 * len(alpha))]
+        wanted = torch.stack([heads[b, n] for n in chosen]).mean(dim=0)
+        torch.testing.assert_close(seen.regions[b], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_images_per_label_are_all_images_of_the_first_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "SAMPLED", 6)
+    recipe = small_recipe("synthesis.images=12", "refresh.every=0", "calibration.epochs=1")
+    quantize(tiny_vit(), recipe, tmp_path / "run", report=False)
+    run = RunFolder.read(tmp_path / "run")
+    found = collect.images_per_label(run, recipe, classes=4)
+    assert found.labels.bincount().tolist() == [3, 3] and sorted(found.indices.tolist()) == [0, 1, 4, 5, 8, 9]
+    assert collect.images_per_label(run, recipe, classes=12) is None  # one image each tells nothing
+
+
+def test_a_report_takes_real_images_for_theorem_2_and_keeps_what_it_found(tmp_path):
+    pytest.importorskip("jinja2")
+    recipe = small_recipe("synthesis.images=8", "refresh.every=0", "calibration.epochs=1")
+    source = {"name": VIT, "args": VIT_ARGS, "checkpoint": str(tmp_path / "weights.safetensors")}
+    model = tiny_vit()
+    save_file(model.state_dict(), source["checkpoint"])
+    quantize(model, recipe, tmp_path / "run", source=source)
+    labelled = [(noise(expose(model), 8, seed=3), torch.arange(8) % 4)]
+    write_report(tmp_path / "run", device="cpu", real=lambda model: labelled)
+    kept = collect.read(RunFolder.read(tmp_path / "run")).facts["information"]
+    assert 0 <= kept["eps s"]["value"] <= 1 and kept["xi"]["value"] >= 0
+    assert "Eq. 22" in (tmp_path / "run/report.html").read_text()

@@ -79,7 +79,10 @@ def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
 
 @outside
 def test_the_bias_of_a_window_is_read_in_whole_rows():
-    shape, options = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0), kernels._forward_options(49, 32, False)
+    shape, options = (
+        dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0),
+        kernels._forward_options(49, 32, False),
+    )
 
     def loads(*absent):
         return compiled(kernels._forward_kernel, ("p_table_ptr", *absent), shape, options).asm["ptx"].count("ld.global")

@@ -72,7 +72,7 @@ def peer(name: str, *overrides: str):
     """A peer at the tests' budget: the recipe's method over it, as `quick+mimiq` does."""
     budget = [x for x in SMALL if name != "noise" or not x.startswith("synthesis.steps")]
     budget = [x for x in budget if not x.startswith("refresh")]
-    return load_recipe(name, *budget, *overrides)
+    return load_recipe(f"paper+{name}", *budget, *overrides)  # not its own protocol, which test_methods.py runs
 
 
 # ---------------------------------------------------------------- PSAQ-ViT

@@ -80,6 +80,21 @@ def test_the_last_rule_that_matches_wins_for_what_it_says(build):
     assert not [name for name in plan.sites if ".qk." in name]
 
 
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_the_softmax_may_have_a_quantizer_of_its_own(build):
+    plan = build_plan(expose(build()), Quantization(activation="lsq", softmax="log"))
+    activations = [site for site in plan if site.role == "activation"]
+    assert {site.quantizer for site in activations if site.name.endswith(".av.a")} == {"log"}
+    assert {site.quantizer for site in activations if not site.name.endswith(".av.a")} == {"lsq"}
+
+
+def test_relative_ranges_are_for_activations():
+    with pytest.raises(RecipeError, match="relative"):
+        build_plan(expose(tiny_vit()), ruled(Rule(match="*.weight", range="relative")))
+    with pytest.raises(RecipeError, match="weight_range"):
+        Quantization(weight_range="relative")
+
+
 def test_first_and_last_are_rules_that_others_can_overrule():
     plan = build_plan(expose(tiny_vit()), ruled(Rule(match="head.weight", bits="3"), first_last="8"))
     assert plan.sites["head.weight"].bits == 3 and plan.sites["head.input"].bits == 8
@@ -277,3 +292,32 @@ def test_a_plan_of_another_model_is_refused():
     plan = build_plan(expose(tiny_swin()), Quantization())
     with pytest.raises(MaskaqError, match="sites that this model has not"):
         quantized_twin(expose(tiny_vit()), Quantization(), plan)
+
+
+def test_evolution_of_widths_never_costs_more_than_its_start_and_keeps_the_budget():
+    sizes = dict.fromkeys("abcdef", 10)
+    best = dict(zip("abcdef", (2, 3, 4, 5, 6, 4), strict=True))
+
+    def cost(bits):
+        return sum(abs(bits[name] - best[name]) for name in bits)
+
+    start = dict.fromkeys("abcdef", 4)
+    found = mixed.evolve(start, sizes, budget=240, cost=cost)
+    assert cost(found) < cost(start) and sum(found.values()) * 10 <= 240 and set(found.values()) <= set(mixed.WIDTHS)
+    assert mixed.evolve(start, sizes, budget=240, cost=cost) == found
+
+
+def test_a_recipe_may_ask_for_evolved_widths_within_the_same_average():
+    teacher = expose(tiny_vit())
+    images = noise(teacher, 2, seed=0)
+    plans = []
+    for how in ("greedy", "evolve"):
+        recipe = load_recipe("paper", f"quantization.mixed={how}", bits="mixed:3.5")
+        plan = build_plan(teacher, recipe.quantization)
+        distance = TASKS["classification"].distance
+        plans.append(mixed.choose_bits(teacher, plan, recipe.quantization, 3.5, images, distance))
+    found = layers(teacher).items()
+    weights = {name: module.weight.numel() for name, (module, kind) in found if kind.slots[0] == "weight"}
+    for plan in plans:
+        spent = sum(plan.sites[f"{name}.weight"].bits * size for name, size in weights.items())
+        assert spent <= 3.5 * sum(weights.values())

@@ -66,7 +66,7 @@ def test_commands_of_the_pages_run_in_their_order(tmp_path, monkeypatch, capsys)
     few_test_images(monkeypatch)
     monkeypatch.chdir(tmp_path)
     for words in filter(runs_here, MASKAQ):
-        budget = ["--set", *SMALL.split()] if words[0] in ("demo", "quantize") else []
+        budget = ["--set", *SMALL.split()] if words[0] in ("demo", "quantize", "compare") else []
         assert cli.main([*words, *budget]) == 0, words
         if words == ["demo"]:
             out = capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_commands_of_the_pages_run_in_their_order(tmp_path, monkeypatch, capsys)
 @pytest.mark.parametrize("words", [w for w in MASKAQ if not runs_here(w)], ids=" ".join)
 def test_commands_that_need_a_users_files_are_well_formed(words):
     args = cli._parser().parse_args(words)
-    assert args.command in ("quantize", "export", "bench-runtime")
+    assert args.command in ("quantize", "compare", "export", "bench-runtime")
 
 
 def test_make_targets_of_the_pages_exist():

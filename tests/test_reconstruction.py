@@ -64,7 +64,7 @@ def test_rounds_without_reconstruction_are_what_they_were(epochs, every):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["calibration.stages=[]"], "at least one of reconstruct, calibrate"),
+        (["calibration.stages=[]"], "at least one of relu, reparametrize"),
         (["calibration.stages=blocks"], "unknown value 'blocks'"),
         (["calibration.stages=3"], "expected a list out of"),
         (["calibration.average=1.5"], "calibration.average: expected a number from 0.0 to 1.0"),
@@ -72,7 +72,7 @@ def test_rounds_without_reconstruction_are_what_they_were(epochs, every):
         (["calibration.average=some"], "calibration.average: expected a finite number"),
         (["calibration.float_weights=1"], "calibration.float_weights: expected a number from 0.0 to 0.9"),
         (["calibration.float_weights=0.5", "calibration.average=0.6"], "at most 1"),
-        (["calibration.float_weights=0.5", *BLOCKS], "beside the stage reconstruct"),
+        (["calibration.float_weights=0.5", *BLOCKS], "beside the stages reconstruct"),
         (["calibration.reconstruct.epochs=0"], "calibration.reconstruct.epochs"),
         (["calibration.reconstruct.lr=-1"], "calibration.reconstruct.lr"),
         (["calibration.reconstruct.steps=1"], "unknown key 'steps'"),

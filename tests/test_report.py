@@ -111,11 +111,13 @@ def test_the_thinned_mask_lies_inside_the_informative_region_and_both_have_their
     kept, recipe = collect.read(RunFolder.read(finished)), small_recipe()
     mask = recipe.synthesis.mask
     for grid in {tuple(layer["grid"]) for layer in kept.facts["attention"]["layers"]}:
-        region, thinned = (kept.tensors[f"{kind}_{grid[0]}x{grid[1]}"].long() for kind in ("region", "thinned"))
+        kinds = ("region", "mask", "thinned")
+        region, masked, thinned = (kept.tensors[f"{kind}_{grid[0]}x{grid[1]}"].long() for kind in kinds)
         k = mask_size(grid[0] * grid[1], 1.0, mask.start, mask.end)
-        assert (region.sum(dim=1) == k).all()
+        k_ir = mask_size(grid[0] * grid[1], 0.0, mask.region, mask.region)
+        assert (masked.sum(dim=1) == k).all() and (region.sum(dim=1) == k_ir).all() and k < k_ir
         assert (thinned.sum(dim=1) == kept_size(k, mask.drop, mask.keep_at_least)).all()
-        assert (thinned <= region).all()
+        assert (thinned <= masked).all() and (masked <= region).all()
 
 
 def test_the_mask_drawn_is_the_one_of_the_last_step(tmp_path, monkeypatch):
@@ -124,7 +126,8 @@ def test_the_mask_drawn_is_the_one_of_the_last_step(tmp_path, monkeypatch):
     still = ("synthesis.lr=0", "synthesis.roll=0", "synthesis.noise=0", "synthesis.colour=0", "synthesis.mask.drop=0.5")
     quantize(tiny_vit(patch_size=4), small_recipe(*still, "synthesis.mask.end=0.5"), tmp_path / "run")
     (grid,) = seen[-1]
-    *_, first_shard, _, second_shard, _, collected = (found[grid] for found in seen)  # m of the collection between
+    # Each shard has two steps; the collection's region, m and m' come last.
+    *_, first_shard, _, second_shard, _, _, collected = (found[grid] for found in seen)
     assert torch.equal(collected, torch.cat([first_shard, second_shard]))
 
 

@@ -766,11 +766,11 @@ def test_figures_of_one_model_are_not_those_of_the_other(tmp_path, checkpoint):
     results.write_metrics(out, {CALIBRATED: EvalResult(84.6, 99, 100)}, "data")
     page = results.write_report(out).with_suffix(".md")
     assert "84.60" in (out / QUANTIZED / "README.md").read_text() and "84.60" in page.read_text()
-    agreement = json.loads((out / "report.json").read_text())["images"]["agreement"]["student"]
+    distance = json.loads((out / "report.json").read_text())["attention"]["distance"]["student"]
     quantize(model, harmful(), out, source=source, keep="last", report=False)
     page = results.write_report(out).with_suffix(".md")
     assert "84.60" not in (out / QUANTIZED / "README.md").read_text() and "84.60" not in page.read_text()
-    assert json.loads((out / "report.json").read_text())["images"]["agreement"]["student"] != agreement
+    assert json.loads((out / "report.json").read_text())["attention"]["distance"]["student"] != distance
 
 
 def test_a_run_that_is_continued_hands_over_what_it_was_last_asked_for(tmp_path, checkpoint):
@@ -890,7 +890,7 @@ def test_a_second_process_is_refused_while_the_first_works_and_does_not_disturb_
 
     quantize(tiny_vit(), recipe, out, progress=Meddler())
     told = (tmp_path / "told").read_text()
-    assert told.startswith(f"RunFolderError: another maskaq process (pid {os.getpid()}) is working in {out}")
+    assert told.startswith(f"BusyError: another maskaq process (pid {os.getpid()}) is working in {out}")
     assert_same_run(out, straight(WARM))
 
 

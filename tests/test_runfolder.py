@@ -329,7 +329,7 @@ def test_reading_needs_a_run_folder_and_does_not_write(run, tmp_path):
     ):
         with pytest.raises(RunFolderError, match="reading only"):
             write()
-    assert names(run.root) == [".lock", ".lock.pid", "recipe.toml", "run.json"]
+    assert names(run.root) == [".lock", ".lock.pid", "leases", "recipe.toml", "run.json"]
 
 
 def test_json_files_come_back_and_damage_is_named(run):

@@ -33,6 +33,10 @@ class RunFolderError(MaskaqError):
     """A run folder is in use, damaged, or belongs to another run."""
 
 
+class BusyError(RunFolderError):
+    """Another process is working in a run folder."""
+
+
 class PretrainedError(MaskaqError):
     """A saved model is missing, damaged, changed, or of a format that is not ours."""
 
@@ -47,6 +51,10 @@ class CalibrationError(MaskaqError):
 
 class DeviceError(MaskaqError):
     """The asked device is not there."""
+
+
+class RankError(MaskaqError):
+    """Of several processes that calibrate together, another one is gone."""
 
 
 class ExportError(MaskaqError):
@@ -79,7 +87,7 @@ def unwritable(file: str | Path) -> str | None:
             return f"{file} is a folder: expected the name of a file to write"
         if path.exists() and not path.is_file():
             return f"{file} is a device or a pipe: expected the name of a file to write"
-        path.with_name(f".{path.name}.{os.getpid()}.tmp").exists()  # the name it is written under first may be too long
+        path.with_name(f".{path.name}.{os.getpid()}.{17 * 'x'}.tmp").exists()  # its first name may be too long
         above = next(parent for parent in path.parents if os.path.lexists(parent))
         if not above.is_dir():
             return f"{file} cannot be written: {above} is not a folder"

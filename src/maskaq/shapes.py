@@ -53,6 +53,11 @@ class Layer:
         is_padded = patches.shape[2] > self.grid[0] * self.grid[1]
         return self._to_raster(patches, dim=2) if is_padded else patches
 
+    def raster_heads(self, heads: Tensor) -> Tensor:
+        """(B*W, H, T, D) attention-head outputs -> (B, N, H*D): of each patch in raster order, heads side by side."""
+        patches = self.window_patches(heads).transpose(2, 3).flatten(3)  # (B, W, Q, H*D)
+        return self._to_raster(patches.flatten(1, 2))
+
     def window_patches(self, tokens: Tensor) -> Tensor:
         """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""
         return tokens[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))
@@ -67,6 +72,12 @@ class Layer:
         if self.raster is not None:
             centres = centres.new_full((self.windows * tokens, 2), 100.0).index_copy(0, self.raster, centres)
         return centres.unflatten(0, (self.windows, -1))
+
+    def in_windows(self, patches: Tensor, tokens: int) -> Tensor:
+        """(B, N) of each raster patch -> (B, W, Q), in its window of Q tokens; 0 beyond the image's edge."""
+        if self.raster is not None:
+            patches = patches.new_zeros(len(patches), self.windows * tokens).index_copy(1, self.raster, patches)
+        return patches.unflatten(1, (self.windows, tokens))
 
     def _to_raster(self, tokens: Tensor, dim: int = 1) -> Tensor:
         return tokens if self.raster is None else tokens.index_select(dim, self.raster)

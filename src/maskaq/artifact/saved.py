@@ -27,6 +27,7 @@ from maskaq.artifact.card import model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.load import architecture_of_state, load_shape, rebuild
+from maskaq.models.structure import has_relu, put_relu_
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
@@ -219,6 +220,7 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
         },
         **_other_grids(model),
         **({"rotate": list(names)} if (names := rotated(model).names) else {}),
+        **({"mlp": "relu"} if has_relu(model) else {}),
         "exceptions": {name: site for name, site in unusual.items() if site},
         "sites": sites,
         **({} if (plan := plan_of(model)) is None else {"plan": plan.to_dict()}),
@@ -356,6 +358,8 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
     model = expose(model, config.get("task", "classification"))
     model = rotate(model, config["quantization_config"].get("rotate", ()), blank=True)
+    if config["quantization_config"].get("mlp") == "relu":
+        put_relu_(model)
     _deploy_blank(model, config["quantization_config"])
     model = model.float().eval().requires_grad_(False)  # float32, whatever torch's default is
     again = _described(model, config["timm"])

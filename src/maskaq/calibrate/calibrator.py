@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
 from maskaq.images import masks
-from maskaq.images.augment import mix, simclr
+from maskaq.images.augment import REACH, mix, simclr
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
@@ -26,6 +26,7 @@ from maskaq.progress import Progress
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import float_weights, quantizers, set_weight_ranges_
+from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe
 from maskaq.tasks import task_of
 
@@ -34,6 +35,7 @@ class Calibrator:
     """The stage that fits all layers at once, end to end. Owns the student's optimiser."""
 
     name = "calibrate"
+    parallel = True
 
     def __init__(
         self,
@@ -45,6 +47,8 @@ class Calibrator:
         progress: Progress | None = None,
         engine: Engine = PLAIN,
     ) -> None:
+        self.ranks: Ranks = ALONE
+        """The processes that share its batches, and sum their gradients."""
         self.teacher = teacher
         self.student = student
         self.config = recipe.calibration
@@ -65,6 +69,8 @@ class Calibrator:
         self._data: SyntheticSet | None = None
         self._data_near: SyntheticSet
         self._looked = -math.inf  # when the loss was last read back
+        self._labels: Tensor | None = None  # of the images of a step
+        self._shares: Tensor | None = None
         self._mean: list[Tensor] = []  # of the student's parameters at the ends of the last epochs
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
@@ -84,7 +90,7 @@ class Calibrator:
             stack.enter_context(self._running(epoch))
             for step, chosen in enumerate(batches):
                 self._set_lr(epoch + step / len(batches))
-                for name, value in self._step(data[chosen], epoch).items():
+                for name, value in self._step(data, chosen, epoch).items():
                     sums[name] = sums.get(name, 0) + value * len(chosen)
                 unseen.append(dict(sums))
                 metrics = {}
@@ -141,7 +147,7 @@ class Calibrator:
         """What some epochs begin with."""
         done = epoch - self.epochs.start
         if done == 0 and self.config.pace == "error":
-            self._set_pace(self.start_error(data))
+            self._set_pace(self.ranks.agreed(self.start_error(data)))
         if done == 0 and self._float_epochs:
             self._restore_weights()
         if done and done == self._float_epochs:
@@ -194,11 +200,13 @@ class Calibrator:
             self._data_near = data.to(self.device) if fits else data
         return self._data_near
 
-    def _step(self, batch: SyntheticSet, epoch: int) -> dict[str, Tensor]:
-        """One optimiser step; the mean of each loss term."""
-        with self.engine.once() if len(batch) != self.config.batch else nullcontext():  # the rest of an epoch
+    def _step(self, data: SyntheticSet, chosen: Tensor, epoch: int) -> dict[str, Tensor]:
+        """One optimiser step; the mean of each loss term. Of several ranks, each takes its part of the batch."""
+        share = Share.of(self.ranks, len(chosen))
+        batch = data[share.rows(chosen)]
+        with self.engine.once() if len(chosen) != self.config.batch else nullcontext():  # the rest of an epoch
             while True:
-                buffers = self._buffers.get(len(batch)) or self._new_buffers(batch)
+                buffers = self._buffers.get(len(chosen)) or self._new_buffers(batch, share)
                 buffers.fill(batch, epoch)
                 try:
                     buffers.advance()
@@ -211,29 +219,57 @@ class Calibrator:
                     torch.cuda.empty_cache()
                     self.progress.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
 
-    def _new_buffers(self, batch: SyntheticSet) -> "BatchBuffers":
-        buffers = self._buffers[len(batch)] = BatchBuffers(batch.to(self.device))
-        buffers.advance = self.engine.repeated(partial(self._update, buffers))
+    def _new_buffers(self, batch: SyntheticSet, share: "Share") -> "BatchBuffers":
+        buffers = self._buffers[share.count] = BatchBuffers(batch.to(self.device), share)
+        if self.ranks.in_graphs:
+            buffers.advance = self.engine.repeated(partial(self._update, buffers))
+        else:
+            steps = [self.engine.repeated(partial(part, buffers)) for part in (self._differentiate, self._descend)]
+
+            def advance() -> None:
+                steps[0]()
+                self._sum(buffers)
+                steps[1]()
+
+            buffers.advance = advance
         return buffers
 
     def _update(self, buffers: "BatchBuffers") -> None:
-        """One optimiser step on the buffered batch, in parts that fit the memory. Nothing here waits for the device."""
-        count = len(buffers.batch)
-        views = self._augmented(buffers)  # of the whole batch: mixing takes from all of it
+        """One optimiser step on the buffered batch. Nothing here waits for the device."""
+        self._differentiate(buffers)
+        self._sum(buffers)
+        self._descend(buffers)
+
+    def _differentiate(self, buffers: "BatchBuffers") -> None:
+        """Gradients of this rank's part of the batch, in parts that fit the memory."""
+        share = buffers.share
+        mine = slice(share.before, share.before + share.own)
+        views = self._augmented(buffers)[mine]
         self.optimizer.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
-        for part in views.split(self.micro_batch):
+        made_for = buffers.batch.labels[mine].split(self.micro_batch)
+        for part, labels in zip(views.split(self.micro_batch), made_for, strict=True):
+            self._labels = labels
             for quantizer in self.activations:
-                quantizer.share = len(part) / count
+                quantizer.share = len(part) / share.count
             total, parts = self._losses(part)
             self.objective.check_gradient(total, "the student")
-            (total.sum() / count).backward()
+            share.of_mean(total).backward()
             for name, value in ({"loss": total.detach()} | parts).items():
-                means[name] = means.get(name, 0) + value.sum() / count
+                means[name] = means.get(name, 0) + share.of_mean(value)
+        buffers.parts = means
+        if self.ranks.size > 1:
+            buffers.gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+
+    def _sum(self, buffers: "BatchBuffers") -> None:
+        """The gradients and losses of the whole batch, from those of all ranks."""
+        if self.ranks.size > 1:
+            self.ranks.sum_([*buffers.gradients, *buffers.parts.values()])
+
+    def _descend(self, buffers: "BatchBuffers") -> None:
         if self.config.clip_grad:
             nn.utils.clip_grad_norm_(self.student.parameters(), self.config.clip_grad)
         self.optimizer.step()
-        buffers.parts = means
 
     def _losses(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(B,) totals and, detached, (B,) of each term."""
@@ -265,6 +301,8 @@ class Calibrator:
             class_features=seen.get("class_features", ()),
             student_class_features=seen_student.get("class_features", ()),
             patch_weights=self._patch_weights(seen),
+            labels=self._labels,
+            shares=self._shares,
             temperature=self.config.temperature,
             run=self.engine.losses,
         )
@@ -341,13 +379,47 @@ def _views(images: Tensor, keys: Tensor, settings: dict[str, Any], mixing: dict[
     return mix(simclr(to_pixels(images), keys, **settings), keys, **mixing)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank takes of a batch: its own images, and others that they are mixed with."""
+
+    count: int
+    """Images of the whole batch."""
+    own: int
+    """Images that are its own; one also where there are fewer than ranks, but then that one does not count."""
+    before: int
+    """Images in front of them that are taken along."""
+    first: int
+    """Place in the batch of the first image that is taken."""
+    counts: bool = True
+
+    @classmethod
+    def of(cls, ranks: Ranks, count: int) -> "Share":
+        part = ranks.part(count)
+        own = max(1, len(part))
+        if own + REACH >= count:
+            return cls(count, own, part.start, 0, len(part) > 0)
+        return cls(count, own, REACH, part.start - REACH, len(part) > 0)
+
+    def rows(self, chosen: Tensor) -> Tensor:
+        """The images of a batch that are taken. Mixing goes round: in front of the first is the last."""
+        return chosen if self.own + REACH >= self.count else chosen.roll(-self.first)[: self.before + self.own]
+
+    def of_mean(self, values: Tensor) -> Tensor:
+        """What the values of some of its images add to the mean over the batch."""
+        return values.sum() / self.count if self.counts else values.sum() * 0
+
+
 class BatchBuffers:
     """Fixed buffers for the batch of a step, so that a captured step can be replayed."""
 
     advance: Callable[[], None]
     """One optimiser step."""
 
-    def __init__(self, batch: SyntheticSet) -> None:
+    def __init__(self, batch: SyntheticSet, share: Share | None = None) -> None:
+        self.share = share or Share.of(ALONE, len(batch))
+        self.gradients: list[Tensor] = []
+        """Those of the latest step, where they are summed over ranks."""
         self.batch = SyntheticSet(batch.images.clone(), batch.labels.clone(), batch.indices.clone())
         self.epoch = torch.zeros(1, dtype=torch.int64, device=batch.labels.device)
         self.parts: dict[str, Tensor] = {}

@@ -3,7 +3,7 @@
 The quantized blocks before give the block's input; the teacher's blocks behind it, in full precision, carry its error
 on to what the classifier reads. So a block learns what matters in the end, and not from later blocks that are still
 wrong (GLF-Q). A block's loss is the error of the class feature plus that of the block's output, each over its value at
-the block's first step.
+the block's first step. Other errors and AdaRound (BRECQ, QDrop, APHQ-ViT) are settings.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from maskaq import randomness
 from maskaq.calibrate.calibrator import BatchBuffers, Calibrator, ranges_and_others
+from maskaq.calibrate.evolve import refuse_following_weights
 from maskaq.errors import RecipeError
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.synthesis import cosine
@@ -22,6 +23,8 @@ from maskaq.losses import distill
 from maskaq.models import geometry, parts
 from maskaq.models.taps import Taps, taps
 from maskaq.quant.kinds import replace_module
+from maskaq.quant.layers import QuantWeightMixin
+from maskaq.quant.quantizers import Quantizer
 
 
 class Reconstructor(Calibrator):
@@ -32,7 +35,11 @@ class Reconstructor(Calibrator):
     def __init__(self, teacher: nn.Module, student: nn.Module, recipe: Any, **kwargs: Any) -> None:
         self.units, self.tail = units(teacher)
         self.unit = 0
+        self.roundings: list[Rounding] = []
+        self._lots = self._draws = torch.zeros(0, dtype=torch.int64)
         self.own = recipe.calibration.reconstruct
+        # Ranks sum the gradients of the student's own parameters, and would draw and weigh values differently.
+        self.parallel = self.own.rounding == "straight" and not self.own.drop and self.own.error != "hessian"
         super().__init__(teacher, student, recipe, **kwargs)
         if len(self.epochs) < len(self.units):
             raise RecipeError(
@@ -42,14 +49,24 @@ class Reconstructor(Calibrator):
         blocks = [layer.block for layer in self.geometry.layers]
         self.blocks = [blocks.index(unit[-1]) for unit in self.units]  # where the tap has the output of each
         self.first = torch.ones(2, device=self.device)  # both errors at the unit's first step
+        self.importance: Tensor | None = None  # of each value of the unit's output
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"unit": self.unit, "first": self.first.clone()}
+        state = super().state_dict() | {"unit": self.unit, "first": self.first.clone()}
+        state |= (
+            {"rounding": [rounding.alpha.detach().clone() for rounding in self.roundings]} if self.roundings else {}
+        )
+        return state | ({} if self.importance is None else {"importance": self.importance.clone()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.unit = int(state["unit"])
         self.optimizer = self._optimizer()
         self.first.copy_(state["first"])
+        with torch.no_grad():
+            for rounding, alpha in zip(self.roundings, state.get("rounding", ()), strict=True):
+                rounding.alpha.copy_(alpha)
+        found = state.get("importance")
+        self.importance = None if found is None else found.to(self.device)
         super().load_state_dict(state)
 
     def epochs_of(self, unit: int) -> range:
@@ -67,11 +84,19 @@ class Reconstructor(Calibrator):
         chosen = randomness.permutation(self.seed, epoch, len(data))[: self.config.batch]
         buffers = BatchBuffers(data[chosen.to(data.labels.device)].to(self.device))
         buffers.epoch.fill_(epoch)
+        views = self._augmented(buffers).split(self.micro_batch)
+        if self.own.error == "hessian":
+            self.importance = torch.cat([self._sensitivity(part) for part in views]).mean(dim=0)
+        self._set_beta(epoch)
         with torch.no_grad(), self._running(epoch):
-            pairs = [torch.stack(self._errors(part)) for part in self._augmented(buffers).split(self.micro_batch)]
+            pairs = [torch.stack(self._errors(part)) for part in views]
         self.first.copy_(torch.cat(pairs, dim=1).mean(dim=1).clamp(min=1e-12))
 
     def _end(self, epoch: int) -> None:
+        if epoch == self.epochs_of(self.unit).stop - 1:
+            for rounding in self.roundings:
+                rounding.harden_()
+            self.roundings = []
         if epoch == self.epochs.stop - 1:
             self._buffers.clear()  # the next stage needs the memory
 
@@ -82,6 +107,7 @@ class Reconstructor(Calibrator):
         with (
             self._alone(),
             self._float_suffix(),
+            self._dropping(),
             taps(self.teacher, *points) as self.seen,  # type: ignore[arg-type]
             taps(self.student, *points) as self.seen_student,  # type: ignore[arg-type]
         ):
@@ -110,18 +136,55 @@ class Reconstructor(Calibrator):
             for name, module in own.items():
                 replace_module(self.student, name, module)
 
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Values of the unit's activations are left in float at random (QDrop); others at each step."""
+        inside = [self.student.get_submodule(name) for name in self.units[self.unit]] if self.own.drop else []
+        found = [
+            m for part in inside for m in part.modules() if isinstance(m, Quantizer) and m.site.role == "activation"
+        ]
+        numbers = torch.arange(len(found), device=self.device)
+        self._lots = randomness.image_keys(self.seed, numbers)
+        if len(self._draws) != len(found):
+            self._draws = self._lots.clone()
+        self._draws.copy_(self._lots)  # in its place, where a replayed step reads it
+        try:
+            for quantizer, lots in zip(found, self._draws.split(1) if found else (), strict=True):
+                quantizer.drop, quantizer.lots = self.own.drop, lots
+            yield
+        finally:
+            for quantizer in found:
+                quantizer.drop, quantizer.lots = 0.0, None
+
     def _losses(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         feature, block = self._errors(images)
-        total = feature / self.first[0] + self.own.block_weight * block / self.first[1]
-        return total, {"class_feature": feature.detach(), "block_error": block.detach()}
+        if self.own.error == "feature":
+            total = feature / self.first[0] + self.own.block_weight * block / self.first[1]
+        else:
+            total = self.own.block_weight * block / self.first[1]
+        parts = {"class_feature": feature.detach(), "block_error": block.detach()}
+        if self.roundings:
+            pull = torch.stack([rounding.pull(self.beta) for rounding in self.roundings]).sum()
+            total = total + self.own.rounding_weight * pull
+            parts["rounding"] = pull.detach().expand_as(block)
+        return total, parts
 
     def _errors(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(B,) each: relative squared error of the class feature, and of the block's output."""
         with self.engine.precision():
             with torch.no_grad():
                 expected = self._seen(self.seen, self.teacher(images))  # read before the student runs the same parts
-            found = self._seen(self.seen_student, self.student(images))
+            for rounding in self.roundings:
+                rounding.hold()
+            try:
+                found = self._seen(self.seen_student, self.student(images))
+            finally:
+                for rounding in self.roundings:
+                    rounding.release()
         run = self.engine.losses
+        if self.own.error == "hessian":
+            assert self.importance is not None
+            expected[-1], found[-1] = (x * self.importance.sqrt() for x in (expected[-1], found[-1]))
         errors = [run(distill.relative_error, p.float(), q.float()) for p, q in zip(expected, found, strict=True)]
         return torch.stack(errors[:-1]).mean(dim=0), errors[-1]
 
@@ -129,9 +192,52 @@ class Reconstructor(Calibrator):
         """What the classifiers read, or without one the model's output; and the unit's output."""
         return [*(seen["class_features"] or [output]), seen["blocks"][self.blocks[self.unit]]]
 
+    def _sensitivity(self, images: Tensor) -> Tensor:
+        """(1, ...): how much each value of the unit's output moves the predictions, mean over images (APHQ-ViT).
+
+        |g(X + e) - g(X - e)|, g the gradient of KL at T = 20 between the prediction from X and that from the moved X.
+        Ours: e is a thousandth of X's standard deviation, where theirs is 1e-6, below float32's own rounding.
+        """
+        block = self.teacher.get_submodule(self.units[self.unit][-1])
+        with torch.no_grad():
+            expected = self.teacher(images)
+        gradients = []
+        for sign in (1, -1):
+            moved: list[Tensor] = []
+
+            def move(module: nn.Module, inputs: Any, output: Tensor, sign: int = sign, to: list = moved) -> Tensor:
+                to.append((output.detach() + sign * 1e-3 * output.detach().std()).requires_grad_())
+                return to[0]
+
+            handle = block.register_forward_hook(move)
+            try:
+                loss = distill.logit_kl(expected, self.teacher(images), 20.0).sum()
+            finally:
+                handle.remove()
+            gradients.append(torch.autograd.grad(loss, moved[0])[0])
+        found = (gradients[0] - gradients[1]).abs().mean(dim=0, keepdim=True)
+        return found / found.mean().clamp(min=1e-30)
+
+    def _set_beta(self, epoch: float) -> None:
+        """Adaround's beta: from 20 to 2 after the first fifth of a unit, in which nothing is pulled."""
+        epochs = self.epochs_of(self.unit)
+        done = ((epoch - epochs.start) / len(epochs) - 0.2) / 0.8
+        self.beta.fill_(20 - 18 * done if done > 0 else 0.0)
+
     def _optimizer(self) -> torch.optim.Optimizer:
-        ranges, others = ranges_and_others([self.student.get_submodule(name) for name in self.units[self.unit]])
-        groups = [{"params": others, "lr_factor": 1.0}, {"params": ranges, "lr_factor": self.own.range_lr}]
+        inside = [self.student.get_submodule(name) for name in self.units[self.unit]]
+        ranges, others = ranges_and_others(inside)
+        self.roundings = []
+        self.beta = torch.zeros((), device=self.device)
+        if self.own.rounding == "adaround":
+            refuse_following_weights(self.student, f"{self.name} with adaround")
+            layers = [m for part in inside for m in part.modules() if isinstance(m, QuantWeightMixin)]
+            self.roundings = [Rounding(m) for m in layers if isinstance(m.weight_quantizer, Quantizer)]
+            of_weights = {id(p) for m in layers for p in m.weight_quantizer.parameters()}
+            ranges = [p for p in ranges if id(p) not in of_weights]  # codes are learned, their steps stay
+            others = [rounding.alpha for rounding in self.roundings]
+        factor = self.own.rounding_lr / self.own.lr if self.roundings and self.own.lr else 1.0
+        groups = [{"params": others, "lr_factor": factor}, {"params": ranges, "lr_factor": self.own.range_lr}]
         groups = [group | {"lr": torch.zeros((), device=self.device)} for group in groups if group["params"]]
         return torch.optim.AdamW(groups, weight_decay=0.0, fused=True, capturable=self.device.type == "cuda")
 
@@ -141,9 +247,50 @@ class Reconstructor(Calibrator):
         fraction = (epoch - epochs.start) / len(epochs)
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.own.lr * group["lr_factor"] * cosine(fraction, self.config.lr_final))
+        self._set_beta(epoch)
+        self._draws.copy_(randomness.fold(self._lots, round(epoch * 65536)))
 
     def _rate(self) -> str:
         return f"calibration.reconstruct.lr (now {self.own.lr})"
+
+
+class Rounding:
+    """AdaRound (Nagel et al. 2020): whether each weight of a layer is rounded up, learned as a soft number h first.
+
+    h = clip(1.2 sigmoid(alpha) - 0.1, 0, 1); it starts where the soft weight is the weight itself.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        quantizer: Quantizer = layer.weight_quantizer
+        with torch.no_grad():
+            self.scale = quantizer._grid(layer.weight)[0].detach()
+            steps = layer.weight.detach() / self.scale
+            self.floor = steps.floor()
+            share = (steps - self.floor).clamp(1e-4, 1 - 1e-4)
+            self.alpha = nn.Parameter(-torch.log(1.2 / (share + 0.1) - 1))
+        self.low, self.high = quantizer.low, quantizer.high
+
+    @property
+    def h(self) -> Tensor:
+        return (1.2 * self.alpha.sigmoid() - 0.1).clamp(0, 1)
+
+    def hold(self) -> None:
+        """The layer uses the soft weight."""
+        self.layer.held_weight = (self.floor + self.h).clamp(self.low, self.high) * self.scale
+
+    def release(self) -> None:
+        self.layer.held_weight = None
+
+    def pull(self, beta: Tensor) -> Tensor:
+        """sum of 1 - |2h - 1|^beta: 0 where every h is 0 or 1. Nothing at beta = 0."""
+        return (1 - (2 * self.h - 1).abs().clamp(min=1e-6).pow(beta)).sum()
+
+    @torch.no_grad()
+    def harden_(self) -> None:
+        """Leave the layer with weights on the levels that were chosen, which its quantizer gives back as they are."""
+        codes = (self.floor + (self.h >= 0.5)).clamp(self.low, self.high)
+        self.layer.weight.copy_(codes * self.scale)
 
 
 def units(teacher: nn.Module) -> tuple[list[list[str]], list[str]]:

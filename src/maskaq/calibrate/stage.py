@@ -2,9 +2,15 @@
 
 from typing import Any, Protocol
 
+from torch import Tensor, nn
+
+from maskaq.engine import PLAIN, Engine
 from maskaq.errors import CalibrationError
 from maskaq.images.sets import SyntheticSet
+from maskaq.images.stored import range_images
+from maskaq.models import geometry
 from maskaq.progress import Progress
+from maskaq.recipe.schema import Recipe
 
 
 class Stage(Protocol):
@@ -17,6 +23,8 @@ class Stage(Protocol):
     name: str
     """What it does, for progress and events."""
     progress: Progress
+    parallel: bool
+    """Whether several processes share an epoch; else it is the work of one, whom the others follow."""
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images; gives the mean of each loss term."""
@@ -29,3 +37,46 @@ class Stage(Protocol):
 
     def diverged(self, what: str) -> CalibrationError:
         """The error for a student that is no longer finite, with what to do about it."""
+
+
+class GradientFree:
+    """Base of the stages that learn nothing by gradients: no state; an epoch looks at the images that set ranges."""
+
+    name: str
+    parallel = False
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        recipe: Recipe,
+        *,
+        seed: int = 0,
+        progress: Progress | None = None,
+        engine: Engine = PLAIN,
+    ) -> None:
+        self.teacher = teacher
+        self.student = student
+        self.recipe = recipe
+        self.scheme = recipe.quantization
+        self.seed = seed
+        self.progress = progress or Progress()
+        self.geometry = geometry(teacher)
+
+    def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
+        found = self.fit(range_images(self.teacher, data, self.recipe), epoch)
+        self.progress.advance(len(data))
+        return found
+
+    def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
+        """Change the student; gives some figures of it."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stateless": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is none."""
+
+    def diverged(self, what: str) -> CalibrationError:
+        return CalibrationError(f"{what}; leave {self.name} out of calibration.stages, in a new run folder")

@@ -60,7 +60,7 @@ class DataOptions:
     class_index: str | None = None
     crop_pct: float | None = None
     interpolation: str | None = None
-    workers: int = 0
+    readers: int = 0
 
 
 def typed(kind: type[_Arguments], parsed: argparse.Namespace) -> _Arguments:
@@ -83,6 +83,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="weights (.safetensors, .pth, .bin); default: timm's own, online",
     )
+    add_timm(parser)
+
+
+def add_named_model(parser: argparse.ArgumentParser) -> None:
+    """The model as an option, where the first argument is something else."""
+    parser.add_argument("--model", required=True, metavar="MODEL", help="a model as in `quantize`")
+    parser.add_argument("--checkpoint", type=converters.path, metavar="FILE", help="its weights (default: timm's own)")
     add_timm(parser)
 
 
@@ -150,6 +157,27 @@ def add_plain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help=words)
 
 
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers",
+        type=converters.positive,
+        default=1,
+        metavar="N",
+        help="processes of this machine, one for each GPU (default: 1; on several machines: torchrun, docs/SCALING.md)",
+    )
+    add_lease(parser)
+
+
+def add_lease(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lease",
+        type=converters.seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long other workers wait for this one when it is gone (default: 60)",
+    )
+
+
 def add_end(parser: argparse.ArgumentParser, keep: str | None = "better") -> None:
     """What happens when calibration is done."""
     parser.add_argument(
@@ -166,7 +194,7 @@ def add_json(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--json", type=converters.new_file, metavar="FILE", help=f"write the {what} as JSON too")
 
 
-def add_data(parser: argparse.ArgumentParser, required: bool = False) -> None:
+def add_data(parser: argparse.ArgumentParser, required: bool = False, old_name: bool = False) -> None:
     group = parser.add_argument_group("evaluation images")
     group.add_argument(
         "--data",
@@ -190,4 +218,7 @@ def add_data(parser: argparse.ArgumentParser, required: bool = False) -> None:
     group.add_argument(
         "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
     )
-    group.add_argument("--workers", type=converters.count, default=0, help="processes that read images (default: 0)")
+    names = ("--readers", "--workers") if old_name else ("--readers",)  # --workers is what 0.2.0 called it
+    group.add_argument(
+        *names, type=converters.count, default=0, metavar="N", help="processes that read images (default: 0)"
+    )

@@ -21,6 +21,8 @@ class Arguments:
     keep: str | None
     """None: what the run was last asked for."""
     no_report: bool
+    workers: int
+    lease: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_moved_checkpoint(parser)
     options.add_device(parser)
     options.add_plain(parser)
+    options.add_workers(parser)
     options.add_end(parser, keep=None)
     options.add_data(parser)
 
@@ -53,5 +56,6 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         device=arguments.device,
         plain=arguments.plain,
         data=arguments.data,
+        lease=arguments.lease,
     )
     running.carry_out(request, invocation.console)

@@ -23,6 +23,7 @@ from torch import nn
 from maskaq.bench import Timing
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
+from maskaq.runs.status import Status
 from maskaq.shapes import Geometry
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, PTQ, RTN, TASKS, Evaluation, Task, lost_to_rounding, recovered
 
@@ -119,7 +120,19 @@ class ProgressLines(Progress):
         self.console.print(text)
 
 
+class Notes(ProgressLines):
+    """Notes alone, for one of several processes that is not the one to speak for all."""
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        """Seen by the leader."""
+
+    def forecast(self, seconds: float) -> None:
+        """Seen by the leader."""
+
+
 def progress_for(console: Console) -> ProgressBar | ProgressLines:
+    if console.quiet:
+        return Notes(Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True))
     return ProgressBar(console) if console.is_terminal else ProgressLines(console)
 
 
@@ -157,9 +170,10 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
     table.add_row("input", preparation(geometry))
+    softmax = "" if scheme.softmax == "same" else f", {scheme.softmax} softmax"
     table.add_row(
         "bits",
-        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
+        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations{softmax}; "
         f"first ranges: {scheme.weight_range} and {scheme.activation_range})",
     )
     if scheme.rotate:
@@ -185,6 +199,35 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     table.add_row("device", device)
     table.add_row("folder", f"{out} (images: about {size(stored)})")
     return table
+
+
+def status_lines(found: Status) -> Iterator[Table | str]:
+    """Progress of a run, and a row for each worker."""
+    left = "not known yet" if found.left is None else duration(found.left)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("run", f"{found.folder}: {found.stage}")
+    table.add_row("round", f"{found.round} of {found.rounds}")
+    table.add_row("shards", f"{found.shards} of {found.shards_in_round} in this round")
+    table.add_row("epochs", f"{found.epochs} of {found.epochs_in_all}")
+    if found.stage != "finished":
+        table.add_row("left", left)
+    yield table
+    if found.stage == "finished":
+        return
+    if not found.workers:
+        yield "nobody works on it: give its command again, or help with maskaq work"
+        return
+    workers = Table()
+    for column, justify in (("worker", "left"), ("does", "left")):
+        workers.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for column in ("silent s", "shards made", "images x steps / s"):
+        workers.add_column(column, justify="right", no_wrap=True)
+    for worker in found.workers:
+        silent = "-" if worker.silent is None else f"{worker.silent:.0f}"
+        workers.add_row(
+            worker.name, worker.does, silent, str(worker.shards), f"{worker.rate:.1f}" if worker.rate else "-"
+        )
+    yield workers
 
 
 def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
@@ -280,4 +323,12 @@ def speed_table(speeds: Iterable["Speed"], device: str) -> Table:
         ratios = f"{s.ratio_low:.2f} - {s.ratio_high:.2f}"
         figures = (f"{s.megabytes:.2f}", f"{s.milliseconds:.2f}", spread, f"{s.ratio:.2f}", ratios)
         table.add_row(s.file, s.runtime, str(s.batch), *figures)
+    return table
+
+
+def plain_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of words."""
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -56,6 +56,16 @@ def count(text: str) -> int:
     return _at_least(0, text)
 
 
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return found
+
+
 def _at_least(low: int, text: str) -> int:
     if not text.strip().lstrip("+-").isdigit() or int(text) < low:
         raise argparse.ArgumentTypeError(f"expected a whole number, {low} or more, got {text!r}")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_timm(parser)
     options.add_json(parser, "table")
     options.add_device(parser)
-    options.add_data(parser, required=True)
+    options.add_data(parser, required=True, old_name=True)
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:

@@ -47,7 +47,7 @@ class EvaluationImages:
             class_index=options.class_index,
             crop_pct=options.crop_pct,
             interpolation=options.interpolation,
-            workers=options.workers,
+            workers=options.readers,
         )
 
 

@@ -91,7 +91,7 @@ def _quantizers(_: str) -> Iterator[str]:
     from maskaq.quant.quantizers import QUANTIZERS
 
     for name, cls in QUANTIZERS.items():
-        yield f"{name:10}{(cls.__doc__ or '').splitlines()[0]}"
+        yield f"{name:13}{(cls.__doc__ or '').splitlines()[0]}"
 
 
 def _keys(_: str) -> Iterator[str]:

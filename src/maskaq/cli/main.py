@@ -17,17 +17,22 @@ from maskaq.cli import (
     bench,
     bench_runtime,
     calibrate,
+    compare,
     demo,
     evaluate,
     export,
+    filter_images,
     inspect,
+    launch,
     list_names,
     quantize,
     report,
+    status,
     synthesize,
+    work,
 )
 from maskaq.cli.arguments import Invocation, typed
-from maskaq.errors import MaskaqError
+from maskaq.errors import MaskaqError, RankError
 
 
 class Command(Protocol):
@@ -52,9 +57,13 @@ COMMANDS: dict[str, Command] = {
     "quantize": quantize,
     "synthesize": synthesize,
     "calibrate": calibrate,
+    "work": work,
+    "status": status,
     "evaluate": evaluate,
     "export": export,
     "report": report,
+    "compare": compare,
+    "filter": filter_images,
     "inspect": inspect,
     "bench": bench,
     "bench-runtime": bench_runtime,
@@ -94,14 +103,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = typed(command.Arguments, parsed)
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
     plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}  # a path may hold [x] or :x:
-    console, errors = Console(width=width, **plain), Console(stderr=True, **plain)  # type: ignore[arg-type]
+    console = Console(width=width, quiet=launch.rank() > 0, **plain)  # type: ignore[arg-type]
+    errors = Console(stderr=True, **plain)  # type: ignore[arg-type]
     try:
         with _sigterm_interrupts():
+            if getattr(arguments, "workers", 1) > 1 and not launch.is_rank():
+                return launch.launch(words, arguments.workers)
             command.run(arguments, Invocation(words, console))
     except KeyboardInterrupt as stop:
-        terminated = isinstance(stop, _Terminated)
+        terminated = isinstance(stop, _Terminated) or "SIGTERM" in stop.args
         go_on = _HOW_TO_GO_ON if command.RESUMABLE else ""
-        errors.print(f"\n{'terminated' if terminated else 'interrupted'}{go_on}")
+        if launch.rank() == 0 and not launch.is_launched():
+            errors.print(f"\n{'terminated' if terminated else 'interrupted'}{go_on}")
         return 143 if terminated else 130
     except BrokenPipeError:  # `maskaq list models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,8 +122,10 @@ def main(argv: list[str] | None = None) -> int:
         message = _told(error)
         if message is None:
             raise
+        if launch.told_elsewhere(error):
+            return 0
         errors.print(f"error: {message}", style="red")
-        return 1
+        return 1 if isinstance(error, RankError) else launch.ended(1)
     return 0
 
 

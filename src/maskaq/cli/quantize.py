@@ -23,6 +23,8 @@ class Arguments:
     plain: bool
     keep: str
     no_report: bool
+    workers: int = 1
+    lease: float = 60.0
     only_images: bool = False
     """Of `synthesize`."""
 
@@ -41,6 +43,7 @@ def add_images_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     options.add_device(parser)
     options.add_plain(parser)
+    options.add_workers(parser)
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
@@ -73,5 +76,6 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         plain=arguments.plain,
         data=arguments.data,
         only_images=arguments.only_images,
+        lease=arguments.lease,
     )
     running.carry_out(request, invocation.console)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
-from maskaq.cli.arguments import Invocation
+from maskaq.cli.arguments import DataOptions, Invocation
 from maskaq.errors import CheckpointError, MaskaqError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class Arguments:
     out: str | None
     checkpoint: str | None
     device: str | None
+    real: str | None
+    crop_pct: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the page (default: RUN/report.html; compare.html for several runs)",
     )
     options.add_moved_checkpoint(parser)
+    parser.add_argument(
+        "--real",
+        type=converters.path,
+        metavar="DIR",
+        help="labelled real images, one sub-folder per class: measures what Theorem 2 says of synthetic and real ones",
+    )
+    parser.add_argument(
+        "--crop-pct", type=converters.share, metavar="X", help="of these images, as in `evaluate` (default: timm's)"
+    )
     parser.add_argument("--device", help="for what has to be recomputed (default: cuda where there is one)")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import console as draw  # they bring torch and timm
     from maskaq.cli import resolve
+    from maskaq.cli.evaluation import EvaluationImages
     from maskaq.runs.opened import write_report
 
     folders = arguments.folders
@@ -50,8 +62,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     if checkpoint and len(folders) > 1:
         raise CheckpointError("--checkpoint is for one run: report each run alone first, then all of them together")
     runs = [resolve.opened_run(folders[0], checkpoint)] if checkpoint else folders
+    real = EvaluationImages(DataOptions(arguments.real, crop_pct=arguments.crop_pct)) if arguments.real else None
     with draw.progress_for(console) as progress:
-        page = write_report(*runs, out=arguments.out, device=arguments.device, progress=progress)
+        page = write_report(*runs, out=arguments.out, device=arguments.device, progress=progress, real=real)
     console.print(f"report: {page} ({draw.size(page.stat().st_size)}), and {page.with_suffix('.md').name} beside it")
 
 

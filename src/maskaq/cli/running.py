@@ -16,12 +16,14 @@ from maskaq.cli.evaluation import Accuracy, EvaluationImages, evaluation_images,
 from maskaq.cli.report import report_of_run
 from maskaq.models import expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
+from maskaq.ranks import is_leader
 from maskaq.recipe.schema import Recipe
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
 from maskaq.runs import quantize as run
 from maskaq.runs.arguments import identity, up_to_date_identity
 from maskaq.storage import runfolder
+from maskaq.storage.leases import SECONDS
 from maskaq.storage.runfolder import RunFolder
 
 
@@ -42,6 +44,7 @@ class Request:
     plain: bool
     data: DataOptions
     only_images: bool = False
+    lease: float = SECONDS
 
 
 def carry_out(request: Request, console: Console) -> None:
@@ -58,6 +61,8 @@ def carry_out(request: Request, console: Console) -> None:
     )
     with draw.progress_for(console) as progress:
         _quantize(request, device, progress)
+        if not is_leader():
+            return
         table = _compare(request, teacher, batches, device, progress) if batches else None
     console.print()
     if request.only_images:
@@ -96,6 +101,7 @@ def _quantize(request: Request, device: torch.device, progress: Progress) -> Non
         fast=False if request.plain else None,
         keep=request.keep,
         report=request.report,
+        lease=request.lease,
     )
 
 

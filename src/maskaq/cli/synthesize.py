@@ -18,6 +18,8 @@ class Arguments:
     seed: int
     device: str | None
     plain: bool
+    workers: int
+    lease: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         plain=arguments.plain,
         keep="better",
         no_report=True,
+        lease=arguments.lease,
         only_images=True,
     )
     quantize.run(all_stages, invocation)

@@ -217,6 +217,8 @@ def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int, Ten
         return None, 0, None
     if type(quantizer).fake_quantize not in (Quantizer.fake_quantize, Log.fake_quantize) or quantizer.site.signed:
         return None
+    if quantizer.drop:  # some values are left in float, which the kernel does not know
+        return None
     batch, heads, tokens, _ = q.shape
     scale, _ = quantizer.step(batch * heads * tokens * tokens)
     if isinstance(quantizer, Log):

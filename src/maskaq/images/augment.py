@@ -187,6 +187,13 @@ def crop_boxes(keys: Tensor, crop: tuple[float, float]) -> Tensor:
     return torch.cat([(1 - sides) * uniform(fold(keys, "corner"), 2), sides], dim=1)
 
 
+def zoomed(images: Tensor, keys: Tensor, smallest: Tensor) -> Tensor:
+    """(B, C, H, W): a random crop of each image with an area from `smallest`, 0-dim, to 1, enlarged to full size."""
+    side = _between(keys, "zoom", 0.0, 1.0).mul(1 - smallest).add(smallest).sqrt()[:, None].expand(-1, 2)  # (B, 2)
+    boxes = torch.cat([(1 - side) * uniform(fold(keys, "zoom corner"), 2), side], dim=1)
+    return resized_crop(images, boxes, torch.zeros_like(keys, dtype=torch.bool))
+
+
 def _sometimes(change: Callable[[Tensor], Tensor], images: Tensor, keys: Tensor, purpose: str, prob: float) -> Tensor:
     """Each image changed with probability prob, else as it was."""
     if prob <= 0:
@@ -235,6 +242,10 @@ def simclr(
     images = _sometimes(greyscale, images, keys, "greyed", grey if rgb else 0.0)
     sigma = _between(keys, "sigma", 0.1, 2.0)
     return _sometimes(lambda x: gaussian_blur(x, sigma, size), images, keys, "blur", blur).clamp(0, 1)
+
+
+REACH = 3
+"""How many images before it, in a batch that goes round, `mix` may put into an image: one, and then two."""
 
 
 def mix(images: Tensor, keys: Tensor, *, cutmix: float, mixup: float) -> Tensor:

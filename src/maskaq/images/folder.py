@@ -59,6 +59,9 @@ class FolderImages:
     def shards_at_once(self, missing: int) -> int:
         return 1
 
+    def expect(self, images: int) -> None:
+        """A file gives the same image in any call."""
+
     def seconds_per_image_step(self) -> float | None:
         return None
 

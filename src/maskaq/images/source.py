@@ -33,5 +33,8 @@ class ImageSource(Protocol):
     def shards_at_once(self, missing: int) -> int:
         """How many of the missing shards to make together."""
 
+    def expect(self, images: int) -> None:
+        """Calls are of at most so many images, on buffers for that many: each image is the same in any call."""
+
     def seconds_per_image_step(self) -> float | None:
         """Measured seconds of one optimisation step of one image; None if there are no steps."""

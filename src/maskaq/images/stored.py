@@ -24,7 +24,9 @@ from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
-from maskaq.storage.runfolder import QUANTIZED, TRAJECTORY_FILE, RunFolder, Shard
+from maskaq.storage.runfolder import QUANTIZED, RunFolder, Shard
+
+_SECONDS_BETWEEN_LOOKS = 0.5  # at what other workers have done, while there is nothing to do
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
@@ -136,6 +138,15 @@ class StudentHistory:
         finally:
             self.student.load_state_dict(now)
 
+    def enter(self, round_index: int) -> bool:
+        """Bring the student to where it was when the round began; False if that is no longer known."""
+        state = self._start_of(round_index)
+        if state is None:
+            return False
+        self.student.load_state_dict(state)
+        self.epoch = self.recipe.rounds[round_index].start
+        return True
+
     def digest_at_start_of(self, round_index: int) -> str | None:
         """Digest of the student as the round began; None if that student is no longer known."""
         state = self.student.state_dict() if self._is_at_start_of(round_index) else self._start_of(round_index)
@@ -155,10 +166,15 @@ class StudentHistory:
 
 
 class StoredImages:
-    """The images of every round, in shards of `synthesis.batch` images."""
+    """The images of every round, in shards of `synthesis.batch` images.
 
-    def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory) -> None:
+    Args:
+        others_make: a process that does not lead the run, and cannot write images, waits for what others make.
+    """
+
+    def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory, others_make: bool = False) -> None:
         self.run = run
+        self.others_make = others_make
         self.source = source
         self.history = history
         self.recipe = source.recipe
@@ -171,16 +187,18 @@ class StoredImages:
         self.digests: dict[int, list[str]] = {}
         """The same of the rounds that were asked for since."""
         self._against: dict[tuple[int, int], str | None] = {}
+        self._unsound: dict[tuple[int, int], tuple[int, ...]] = {}  # files that were looked at and refused
+        self.made = 0
+        """Shards that this process has added."""
+        self._gave_up = False
 
     def of_round(self, round_index: int) -> SyntheticSet:
-        """All images of a round."""
+        """All images of a round, made by this process and by all others that make some of them."""
         config = self.recipe.synthesis
         work = max(1, self.recipe.steps_in_round(round_index))
-        found = {
-            shard: sound for shard in range(len(self.numbers)) if (sound := self._find(round_index, shard)) is not None
-        }
-        missing = [shard for shard in range(len(self.numbers)) if shard not in found]
-        if self._is_warm(round_index):
+        found: dict[int, Shard] = {}
+        missing = self._look(round_index, found)
+        if self.run.leads and self._is_warm(round_index):
             for shard in missing:  # before this round's progress begins
                 self._ensure(round_index - 1, shard)
         if missing:
@@ -189,15 +207,76 @@ class StoredImages:
         title = f"{self.source.stage}, round {round_index + 1} of {len(self.recipe.rounds)}"
         self.progress.stage(title, config.images * work, done=done * work)
         while missing:
-            together = self.source.shards_at_once(len(missing))
-            found |= self._make(round_index, missing[:together])
-            missing = missing[together:]
+            if not self._try_some(round_index, found):
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+            before = len(found)
+            missing = self._look(round_index, found)
+            others = list(found)[before:]  # made elsewhere meanwhile
+            if others:
+                self.progress.advance(sum(len(self.numbers[shard]) for shard in others) * work)
         self.digests[round_index] = [found[shard].digest for shard in range(len(self.numbers))]
         images = SyntheticSet.concatenate(
             _as_images(self.run, round_index, shard, found[shard]) for shard in sorted(found)
         )
         self._check_lost(round_index, config.images - len(images))
         return images
+
+    def _try_some(self, round_index: int, found: dict[int, Shard]) -> bool:
+        if self.run.leads or not self.others_make:
+            return self.make_some(round_index, found)
+        try:
+            return not self._gave_up and self.make_some(round_index, found)
+        except RunFolderError as error:  # its disk may be full, or its folder read-only, and not that of others
+            self._gave_up = True
+            self.progress.note(f"{self.run.leases.worker} makes no more images, and waits for those of others: {error}")
+            return False
+
+    def make_some(self, round_index: int, found: dict[int, Shard]) -> bool:
+        """Make the next shards that nobody else makes, and put them into `found`; False if there is nothing to do.
+
+        Shards are claimed in the parts in which they are made together, which are the same for all workers: so a shard
+        comes out the same whoever makes it.
+        """
+        parts = self._parts(round_index)
+        first = 0 if self.run.leads else self.run.leases.worker.pid % max(1, len(parts))  # not all try the same one
+        for number in (*range(first, len(parts)), *range(first)):
+            if all(shard in found for shard in parts[number]):
+                continue
+            with self.run.leases.claimed(f"round_{round_index:02d}-part_{number:04d}") as mine:
+                if not mine:
+                    continue
+                missing = [shard for shard in self._look(round_index, found) if shard in parts[number]]
+                if missing:
+                    found |= self._make(round_index, missing)
+                return True
+        return False
+
+    def _look(self, round_index: int, found: dict[int, Shard]) -> list[int]:
+        """Put the sound shards of a round into `found`; those that are still missing."""
+        for shard in range(len(self.numbers)):
+            if shard not in found and (sound := self._find(round_index, shard)) is not None:
+                found[shard] = sound
+        return [shard for shard in range(len(self.numbers)) if shard not in found]
+
+    def _parts(self, round_index: int) -> list[list[int]]:
+        """Shards that are made together; none while the leader of the run has not asked for the round's images."""
+        order, against = self.run.order(round_index), self.made_against(round_index)
+        if self.run.leads:
+            at_once = order["shards_at_once"] if order else self.source.shards_at_once(len(self.numbers))
+            asked = {"against": against or "", "shards_at_once": at_once}
+            if order != asked:
+                self.run.write_order(round_index, order := asked)
+        if order is None or order["against"] != (against or ""):
+            return []
+        at_once = max(1, order["shards_at_once"])
+        self.source.expect(min(self.recipe.synthesis.images, at_once * self.recipe.synthesis.batch))
+        shards, parts = list(range(len(self.numbers))), []
+        while shards:
+            calls = -(-len(shards) // at_once)
+            together = -(-len(shards) // calls)  # as equal as can be
+            parts.append(shards[:together])
+            shards = shards[together:]
+        return parts
 
     def first(self, count: int) -> SyntheticSet:
         """The first images of the first round: they set the ranges that calibration starts from."""
@@ -219,28 +298,31 @@ class StoredImages:
 
     def _find(self, round_index: int, shard: int) -> Shard | None:
         """A stored shard that belongs to this run; None if it has to be made."""
-        if shard not in self.run.shards(round_index):
+        sign, key = self.run.shard_sign(round_index, shard), (round_index, shard)
+        if sign is None or self._unsound.get(key) == sign:
             return None
         try:
             found = self.run.load_shard(round_index, shard)
         except files.DamagedError as error:
             self.progress.note(f"{error.path} is damaged ({error.reason}): it is made again")
+            self._unsound[key] = sign
             return None
         used = self.used.get(round_index)
         if used is not None:
             fits = shard < len(used) and found.digest == used[shard]
         else:
-            fits = not self.recipe.data_free or self._made_against(round_index) in (None, found.student)
+            fits = not self.recipe.data_free or self.made_against(round_index) in (None, found.student)
         if not fits:
             why = "is not the one that calibration used" if used else "was made against another student"
             self.progress.note(f"shard {shard} of round {round_index} {why}: it is made again")
+            self._unsound[key] = sign
         return found if fits else None
 
     def _make(self, round_index: int, shards: list[int]) -> dict[int, Shard]:
         """Make some shards together and store each. A shard that calibration has used must come out the same."""
         began = time.monotonic()
         used = self.used.get(round_index)
-        against = self._made_against(round_index)
+        against = self.made_against(round_index)
         if against is None:
             raise self._lost(round_index, shards, "the student that they were made against is not kept any more")
         earlier = [self._ensure(round_index - 1, shard) for shard in shards if self._is_warm(round_index)]
@@ -261,8 +343,17 @@ class StoredImages:
                 raise self._lost(round_index, differ, why)
         self._keep_trajectory(round_index, first=shards[0] == 0)
         for shard in shards:
-            self.run.write_shard(round_index, shard, sealed[shard])
+            unsound = self._unsound.get((round_index, shard))
+            is_unsound = unsound is not None and unsound == self.run.shard_sign(round_index, shard)
+            if not self.run.write_shard(round_index, shard, sealed[shard], replace=is_unsound):
+                theirs = self._find(round_index, shard)  # of a worker that took over, and was quicker
+                if theirs is not None:
+                    new[shard] = theirs
+                    continue
+                self.run.write_shard(round_index, shard, sealed[shard])
             about = {"stage": self.source.stage, "round": round_index, "shard": shard, "seconds": seconds}
+            about |= {"worker": str(self.run.leases.worker)}
+            self.made += 1
             self.run.event(**about, lost=new[shard].lost, curves=self.source.curves)
         return new
 
@@ -289,7 +380,7 @@ class StoredImages:
     def _is_warm(self, round_index: int) -> bool:
         return round_index > 0 and self.recipe.refresh.start == "warm"
 
-    def _made_against(self, round_index: int) -> str | None:
+    def made_against(self, round_index: int) -> str | None:
         """Digest of what the round's images are made against: the folder's files, or the student as the round began."""
         key = (round_index, self.history.epoch)
         if key not in self._against:
@@ -298,11 +389,10 @@ class StoredImages:
 
     def _keep_trajectory(self, round_index: int, first: bool) -> None:
         """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
-        path = self.run.path(TRAJECTORY_FILE.format(round=round_index))
         trajectory = self.source.trajectory
-        if trajectory is not None and (first or not path.exists()):
+        if trajectory is not None:
             words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}
-            files.write_tensors(path, {"images": trajectory.images}, words)
+            self.run.write_trajectory(round_index, trajectory.images, words, replace=first)
 
     def _check_lost(self, round_index: int, lost: int) -> None:
         """SynthesisError if too many images of a round became NaN or Inf."""

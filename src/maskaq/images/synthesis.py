@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
 from maskaq.images import masks
-from maskaq.images.augment import jitter, quarter
+from maskaq.images.augment import jitter, quarter, simclr, zoomed
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
@@ -76,6 +77,7 @@ class Synthesizer:
         self.blamed: str | None = None
         """What to do about a term that lost images, once some are lost; empty where it was no single term."""
         self._room: int | None = None
+        self._expected = 0
         self._buffers: _StepBuffers | None = None
         self._weight_cache: dict[nn.Module, Tensor] = {}
 
@@ -122,6 +124,13 @@ class Synthesizer:
             self.batch = max(1, self._room // self.config.batch) * self.config.batch
         return self.batch
 
+    def expect(self, images: int) -> None:
+        """Calls are of at most so many images. A captured step has buffers for that many, also in a smaller call:
+        the GPU then runs the same kernels, and an image is the same to the bit, whoever makes it and with which others.
+        """
+        if self._expected != images:
+            self._room = self.batch = self._expected = images
+
     def _fitting(self) -> int:
         """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""
         few = 4
@@ -138,7 +147,8 @@ class Synthesizer:
         """One step of one image, after the set-up; from a few steps. None where images are what they start from."""
         if not self.recipe.most_steps:
             return None
-        count = min(self.config.images, self.images_at_once())
+        shards = -(-self.config.images // self.config.batch)
+        count = min(self.config.images, self.shards_at_once(shards) * self.config.batch)
         if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
         seconds = 0.0
@@ -247,7 +257,8 @@ class Synthesizer:
             more = {"heads": "heads", "received": "probs_received"}
             points = dict.fromkeys((self.config.map, received, *(more[need] for need in more if need in needs)))
             self.seen = stack.enter_context(taps(self.teacher, *points))  # type: ignore[arg-type]
-            self.seen_student = stack.enter_context(taps(self.student, received))  # type: ignore[arg-type]
+            of_student = (self.config.map,) if "student_maps" in needs else ()
+            self.seen_student = stack.enter_context(taps(self.student, received, *of_student))  # type: ignore[arg-type]
             yield
 
     def _blame(self, indices: Tensor, round_index: int) -> str:
@@ -284,6 +295,8 @@ class Synthesizer:
     def _buffers_for(self, count: int) -> "_StepBuffers":
         """Buffers for this many images. A captured step reuses its buffers for every later batch that fits."""
         buffers = self._buffers
+        if self.engine.captures:
+            count = max(count, min(self._expected, self.batch))
         if (
             buffers is None
             or len(buffers.labels) < count
@@ -299,13 +312,14 @@ class Synthesizer:
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
         """Name -> value at every step, of everything that changes over the steps."""
         config = self.config
-        grids = {layer.grid: layer.grid[0] * layer.grid[1] for layer in self.geometry.layers}
+        grids = {grid: math.prod(grid) for grid in self._grids}
         roll = round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
             fraction = step / max(1, steps - 1)
             schedule["lr"].append(lr * cosine(step / steps, config.lr_final))
             schedule["noise"].append(config.noise * (1 - fraction))
+            schedule["zoom"].append(1 - (1 - config.zoom) * fraction)
             schedule["roll"].append(roll if fraction < 0.5 else 2 * roll)
             for grid, patches in grids.items():
                 k = masks.mask_size(patches, fraction, config.mask.start, config.mask.end)
@@ -333,16 +347,18 @@ class Synthesizer:
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
             output = self.teacher(jittered)
-            if "student" in needs:
-                self.student(jittered)
+            student_output = self.student(jittered) if "student" in needs else None
         layers, losses = self.geometry.layers, self.engine.losses
         outputs = {self.task.output: output.float()}
         view = SynthesisView(images, buffers.labels, outputs, layers, self.seen[config.map], run=losses, **region)
         view.keys = buffers.keys
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])
-        if "student" in needs:
+        if student_output is not None:
+            view.student_outputs = {self.task.output: student_output.float()}
             view.student_attention = self.geometry.patch_attention(self.seen_student[received])
+        if "student_maps" in needs:
+            view.student_maps = self.seen_student[config.map]
         if "masks" in needs:
             view.masks = self._masks(view.attention, now, keys)
         if "heads" in needs:
@@ -353,6 +369,13 @@ class Synthesizer:
 
     def _jittered(self, images: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> Tensor:
         config = self.config
+        if config.views == "simclr":
+            settings = asdict(self.recipe.calibration.augment)
+            settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
+            pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
+            return self.geometry.normalise(pixels)
+        if config.zoom < 1:
+            images = self.engine.compiled(zoomed)(images, keys, now["zoom"])
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,
@@ -374,8 +397,10 @@ class Synthesizer:
             logits = self.teacher(enlarged)
         return {"regions": found, "region": chosen, "region_logits": logits.float()}
 
-    def last_masks(self, attention: Sequence[Tensor], indices: Tensor, round_index: int) -> tuple[GridMasks, GridMasks]:
-        """The informative region m and the thinned mask m' of the images of these numbers, at the last step of a round.
+    def last_masks(
+        self, attention: Sequence[Tensor], indices: Tensor, round_index: int
+    ) -> tuple[GridMasks, GridMasks, GridMasks]:
+        """Informative region, mask m and thinned mask m' of the images of these numbers, at the last step of a round.
 
         Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
         finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
@@ -383,15 +408,24 @@ class Synthesizer:
         steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
         whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
+        region = dict(whole)
+        for grid in self._grids:
+            k_ir = masks.mask_size(math.prod(grid), 0.0, self.config.mask.region, self.config.mask.region)
+            region[f"k {grid}"] = region[f"keep {grid}"] = whole[f"k {grid}"].clamp(min=k_ir)
         keys = randomness.fold(self._keys(indices, round_index, attempt=0), torch.tensor([steps - 1]))
-        return self._masks(attention, whole, keys), self._masks(attention, now, keys)
+        informative, mask, thinned = (self._masks(attention, sizes, keys) for sizes in (region, whole, now))
+        return informative, mask, thinned
+
+    @property
+    def _grids(self) -> list[tuple[int, int]]:
+        return list({layer.grid: None for layer in self.geometry.layers})
 
     @torch.no_grad()
     def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
         layers = self.geometry.layers
         found = {}
-        for grid in {layer.grid: None for layer in layers}:
+        for grid in self._grids:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
             lots = randomness.fold(keys, f"mask {grid}")

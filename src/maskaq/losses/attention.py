@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maskaq.losses.distill import neighbours
+
 _C1, _C2 = 0.01**2, 0.03**2  # SSIM's constants for maps in [0, 1]
 
 
@@ -53,9 +55,39 @@ def similarity_entropy(maps: Tensor) -> Tensor:
     return -0.5 * torch.log(2 * math.pi * math.e * (variance + 1e-12))  # 1e-12: equal patches have no log
 
 
+BINS = 64
+"""Of a histogram of cosine similarities, from -1 to 1: Eq. 6 leaves their number open."""
+
+
+def similarity_histogram(maps: Tensor) -> Tensor:
+    """-H(p_l) of the paper's first L_fb (Eqs. 5-7): minus the Shannon entropy of a histogram of the similarities.
+
+    A similarity is shared out between the centres of its two nearest bins, so that the histogram has a gradient. Pairs
+    and windows as in `similarity_entropy`.
+    """
+    rows = F.normalize(maps.mean(dim=2), dim=-1)  # (B, W, Q, K)
+    similarity = rows @ rows.transpose(-2, -1)
+    patches = similarity.shape[-1]
+    off_diagonal = 1 - torch.eye(patches, device=maps.device, dtype=maps.dtype).expand_as(similarity).flatten(1)
+    place = ((similarity.flatten(1) + 1) / 2 * (BINS - 1)).clamp(0, BINS - 1)
+    low = place.detach().floor().clamp(max=BINS - 2)
+    share = place - low
+    counts = place.new_zeros(len(place), BINS)
+    counts = counts.scatter_add(1, low.long(), off_diagonal * (1 - share))
+    counts = counts.scatter_add(1, low.long() + 1, off_diagonal * share)
+    p = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)  # a window of one patch has no pair
+    return (p * torch.log(p.clamp(min=1e-12))).sum(dim=1)
+
+
 def masked_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
     """||m' * (A^p - A^q)||_1 / ||m'||_0 of one layer (Eq. 14), on (B, N) attention to each patch."""
     return (mask * (teacher - student)).abs().sum(dim=1) / mask.sum(dim=1)
+
+
+def masked_map_difference(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
+    """The same of whole maps (B, W, H, Q, K), mean over heads: the keys in the mask (B, W, K), for every query."""
+    difference = (teacher.mean(dim=2) - student.mean(dim=2)).abs()  # (B, W, Q, K)
+    return (difference * mask[:, :, None]).sum(dim=(1, 2, 3)) / mask.sum(dim=(1, 2))
 
 
 def patch_entropy(outputs: Tensor) -> Tensor:
@@ -76,6 +108,20 @@ def density_entropy(values: Tensor, points: Tensor, bandwidth: float = 0.01) -> 
     distance = (points[:, :, None] - values[:, None]) / bandwidth
     density = torch.exp(-0.5 * distance.square()).mean(dim=2) / (bandwidth * math.sqrt(2 * math.pi)) + 1e-4
     return torch.trapezoid(-density * density.log(), points)
+
+
+def patch_contrast(patches: Tensor, temperature: float = 0.2, positives: int = 4) -> Tensor:
+    """L_C of one layer (CLAMP-ViT), of patches (B, rows, columns, C): InfoNCE in each patch's 3 x 3 neighbourhood.
+
+    The most alike neighbours, at most four by cosine, are positives, the others negatives. Ours: the temperature.
+    """
+    _, around, there = neighbours(patches)
+    scores = torch.where(there, around / temperature, -math.inf)  # (B, 8, rows, columns)
+    count = min(positives, scores.shape[1])
+    best = scores.detach().topk(count, dim=1).indices
+    alone = ~there.any(dim=1)  # a grid of one patch has no neighbours
+    chosen = scores.gather(1, best).logsumexp(dim=1) - scores.logsumexp(dim=1)
+    return -torch.where(alone, 0.0, chosen).mean(dim=(1, 2))
 
 
 def prior_difference(received: Tensor, prior: Tensor) -> Tensor:

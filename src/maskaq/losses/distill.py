@@ -3,6 +3,7 @@
 Head outputs are (B, H, N, D); weights (B, N) say how much each patch counts (w_l of Eq. 16).
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,48 @@ def logit_kl(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     log_p = F.log_softmax(teacher / temperature, dim=-1)
     log_q = F.log_softmax(student / temperature, dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1) * temperature**2
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Shannon entropy of the softmax, (B, C) -> (B,)."""
+    log_p = F.log_softmax(logits, dim=-1)
+    return -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def entropy_margin(teacher: Tensor, student: Tensor, low: float = 0.1, high: float = 0.8) -> Tensor:
+    """AdaDFQ's margin: relu(low - h) + relu(h - high), of logits (B, C).
+
+    h is the entropy of softmax(teacher - student), scaled to 0 at the least of the batch and to 1 at equal shares.
+    """
+    found = entropy(teacher - student)
+    least = found.detach().amin()
+    h = (found - least) / (math.log(teacher.shape[-1]) - least).clamp(min=1e-6)
+    return F.relu(low - h) + F.relu(h - high)
+
+
+def neighbour_contrast(teacher: Tensor, student: Tensor, temperature: float = 0.2) -> Tensor:
+    """InfoNCE of patches (B, rows, columns, C): a patch of Q is that of P in its place, and none of those around it."""
+    own, around, there = neighbours(teacher, F.normalize(student, dim=-1))
+    scores = torch.where(there, around / temperature, -math.inf)
+    scores = torch.cat([own[:, None] / temperature, scores], dim=1)
+    return -scores.log_softmax(dim=1)[:, 0].mean(dim=(1, 2))
+
+
+def neighbours(patches: Tensor, anchors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines of each anchor with the patch in its place, with the eight around it, and which of these are there.
+
+    (B, rows, columns, C) -> (B, rows, columns), (B, 8, rows, columns), (1, 8, rows, columns). Anchors are of length
+    1; by default they are the patches.
+    """
+    unit = F.normalize(patches, dim=-1)
+    anchors = unit if anchors is None else anchors
+    rows, columns = unit.shape[1:3]
+    padded = F.pad(unit, (0, 0, 1, 1, 1, 1))
+    inside = F.pad(unit.new_ones(1, rows, columns), (1, 1, 1, 1))
+    offsets = [(i, j) for i in range(3) for j in range(3) if (i, j) != (1, 1)]
+    around = torch.stack([(anchors * padded[:, i : i + rows, j : j + columns]).sum(dim=-1) for i, j in offsets], dim=1)
+    there = torch.stack([inside[:, i : i + rows, j : j + columns] > 0 for i, j in offsets], dim=1)
+    return (anchors * unit).sum(dim=-1), around, there
 
 
 def head_structure(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
@@ -51,7 +94,8 @@ def relative_error(teacher: Tensor, student: Tensor) -> Tensor:
     tokens a hundred times as long as the others, which many vision transformers have, would be all that counts.
     """
     variance = (teacher - teacher.mean(dim=-1, keepdim=True)).square().mean(dim=-1).reshape(len(teacher), -1)
-    floor = (1e-3 * variance.mean(dim=1, keepdim=True)).clamp(min=1e-12)  # a token that says nothing: no division by 0
+    # A token that is nearly constant says nothing: no division by its variance.
+    floor = (0.03 * variance.sqrt().mean(dim=1, keepdim=True)).square().clamp(min=1e-12)
     error = (teacher - student).square().mean(dim=-1).reshape_as(variance)
     return (error / torch.maximum(variance, floor)).mean(dim=1)
 

@@ -9,7 +9,7 @@ that images do not feel the batch they are in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -52,6 +52,12 @@ class SynthesisView:
     attention: Sequence[Tensor] = ()
     """alpha: the teacher's attention to each patch, (B, N), one per layer."""
     student_attention: Sequence[Tensor] = ()
+    student_maps: Sequence[Tensor] = ()
+    """The student's attention maps, in the form of `maps`."""
+    student_outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """The student's, of the jittered images, where a term needs the student."""
+    shares: Tensor | None = None
+    """(B, C) shares of the classes, where an image is made for several."""
     masks: Mapping[tuple[int, int], Tensor] | None = None
     """m' of each patch grid: (B, N). A ViT has one grid, Swin one for each stage."""
     keys: Tensor | None = None
@@ -96,6 +102,10 @@ class CalibrationView:
     student_class_features: Sequence[Tensor] = ()
     patch_weights: Sequence[Tensor] = ()
     """w_l of Eq. 16: (B, N) of each layer."""
+    labels: Tensor | None = None
+    """(B,) classes that the images were made for, -1 for none."""
+    shares: Tensor | None = None
+    """(B, C) shares of the classes, where an image is made for several."""
     temperature: float = 1.0
     run: LossRunner = LossRunner()
 
@@ -119,8 +129,8 @@ class TermSpec:
     name: str
     function: Term
     needs: tuple[str, ...]
-    """What must be computed for it. Synthesis: "student", "masks", "heads", "received", "regions"; calibration:
-    "heads", "blocks", "class_features"."""
+    """What must be computed for it. Synthesis: "maps", "student", "student_maps", "masks", "heads", "received",
+    "regions"; calibration: "heads", "blocks", "class_features"."""
 
     @property
     def built_in(self) -> bool:
@@ -218,7 +228,15 @@ class Objective:
 @synthesis_term
 def class_prior(v: SynthesisView) -> Tensor:
     """L_OH (Eq. 1): cross-entropy of the teacher's prediction and the label."""
-    return F.cross_entropy(v.logits, v.labels, reduction="none")
+    return _cross_entropy(v.logits, v)
+
+
+def _cross_entropy(logits: Tensor, v: "SynthesisView | CalibrationView") -> Tensor:
+    """With the shares of several classes where there are such, else with the label; 0 without a label."""
+    if v.shares is not None:
+        return _soft_cross_entropy(logits, v.shares)
+    assert v.labels is not None
+    return F.cross_entropy(logits, v.labels, reduction="none", ignore_index=-1)
 
 
 @synthesis_term
@@ -233,30 +251,57 @@ def total_variation_norm(v: SynthesisView) -> Tensor:
     return v.run(image.total_variation_norm, v.images)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity(v: SynthesisView) -> Tensor:
     """L_IH (Eq. 3): the heads of a layer should attend alike, 1 - SSIM."""
     return v.run.over_maps(attention.head_similarity, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def head_similarity_squared(v: SynthesisView) -> Tensor:
     """L_IH as the release computes it: 1 - SSIM^2."""
     return v.run.over_maps(attention.head_similarity_squared, v)
 
 
-@synthesis_term
+@synthesis_term(needs=("maps",))
 def similarity_entropy(v: SynthesisView) -> Tensor:
     """L_fb (Eq. 10): minus the entropy of patch similarities; object apart from background."""
     return v.run.over_maps(attention.similarity_entropy, v)
 
 
+@synthesis_term(needs=("maps",))
+def similarity_histogram(v: SynthesisView) -> Tensor:
+    """L_fb as a histogram (Eqs. 6-7): minus the Shannon entropy of patch similarities, sum over layers."""
+    return torch.stack([v.run(attention.similarity_histogram, maps) for maps in v.patch_maps]).sum(dim=0)
+
+
 @synthesis_term(needs=("student", "masks"))
 def attention_alignment(v: SynthesisView) -> Tensor:
-    """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m'."""
+    """L_align (Eq. 14): teacher and student attend alike inside the thinned mask m', sum over layers."""
+    return torch.stack(_masked_differences(v)).sum(dim=0)
+
+
+@synthesis_term(needs=("student", "masks"))
+def attention_alignment_mean(v: SynthesisView) -> Tensor:
+    """L_align as the release computes it: the mean over layers, in place of Eq. 14's sum."""
+    return torch.stack(_masked_differences(v)).mean(dim=0)
+
+
+def _masked_differences(v: SynthesisView) -> list[Tensor]:
     assert v.masks is not None
     layers = zip(v.layers, v.attention, v.student_attention, strict=True)
-    return torch.stack([attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]).sum(dim=0)
+    return [attention.masked_difference(p, q, v.masks[layer.grid]) for layer, p, q in layers]
+
+
+@synthesis_term(needs=("maps", "student", "student_maps", "masks"))
+def attention_alignment_maps(v: SynthesisView) -> Tensor:
+    """L_align (Eq. 14) to the letter, on N x N maps: the masked keys of every query, sum over layers."""
+    assert v.masks is not None
+    found = []
+    for layer, p, raw in zip(v.layers, v.patch_maps, v.student_maps, strict=True):
+        mask = layer.in_windows(v.masks[layer.grid], p.shape[-1])
+        found.append(v.run(attention.masked_map_difference, p, layer.maps(raw), mask))
+    return torch.stack(found).sum(dim=0)
 
 
 # ---- terms of other methods (docs/METHOD.md, Sec. 6)
@@ -304,6 +349,41 @@ def soft_class_prior(v: SynthesisView) -> Tensor:
     return _soft_cross_entropy(v.logits, wanted)
 
 
+@synthesis_term(needs=("student",))
+def output_gap(v: SynthesisView) -> Tensor:
+    """PSAQ-ViT V2: minus the mean absolute difference of the outputs of teacher and student, which it widens."""
+    gaps = [(p - v.student_outputs[name]).abs().mean(dim=1) for name, p in v.outputs.items()]
+    return -torch.stack(gaps).sum(dim=0)
+
+
+@synthesis_term(needs=("heads",))
+def patch_contrast(v: SynthesisView) -> Tensor:
+    """CLAMP-ViT: each patch resembles the most alike of its neighbours more than the others, mean over layers."""
+    losses = []
+    for layer, raw in zip(v.layers, v.heads, strict=True):
+        patches = layer.raster_heads(raw).to(v.images.dtype)
+        losses.append(v.run(attention.patch_contrast, patches.unflatten(1, layer.grid)))
+    return torch.stack(losses).mean(dim=0)
+
+
+@synthesis_term(needs=("student",))
+def difference_prior(v: SynthesisView) -> Tensor:
+    """AdaDFQ: cross-entropy of what the teacher's logits have more than the student's, and the label."""
+    return _cross_entropy(v.logits - _named(v.student_outputs, "logits"), v)
+
+
+@synthesis_term(needs=("student",))
+def sum_prior(v: SynthesisView) -> Tensor:
+    """AdaDFQ: cross-entropy of the sum of the teacher's and the student's logits, and the label."""
+    return _cross_entropy(v.logits + _named(v.student_outputs, "logits"), v)
+
+
+@synthesis_term(needs=("student",))
+def entropy_margin(v: SynthesisView) -> Tensor:
+    """AdaDFQ: how far the disagreement of teacher and student is outside a margin; it feels the batch."""
+    return v.run(distill.entropy_margin, v.logits, _named(v.student_outputs, "logits"))
+
+
 @synthesis_term(needs=("regions",))
 def region_prior(v: SynthesisView) -> Tensor:
     """SARDFQ: cross-entropy of the teacher's prediction for a region alone, enlarged, and the region's soft label."""
@@ -322,6 +402,30 @@ def _soft_cross_entropy(logits: Tensor, wanted: Tensor) -> Tensor:
 def logit_kl(v: CalibrationView) -> Tensor:
     """KL between the softened predictions of teacher and student."""
     return v.run(distill.logit_kl, v.logits, v.student_logits, v.temperature)
+
+
+@calibration_term
+def logit_kl_mean(v: CalibrationView) -> Tensor:
+    """KL as GDFQ averages it, over classes too: so many times weaker than `logit_kl` as there are classes."""
+    return v.run(distill.logit_kl, v.logits, v.student_logits, v.temperature) / v.logits.shape[1]
+
+
+@calibration_term
+def logit_mae(v: CalibrationView) -> Tensor:
+    """PSAQ-ViT V2: mean absolute difference of the logits of teacher and student."""
+    return (v.logits - v.student_logits).abs().mean(dim=1)
+
+
+@calibration_term
+def label_loss(v: CalibrationView) -> Tensor:
+    """Cross-entropy of the student's prediction and the class that the image was made for; 0 where it has none."""
+    return _cross_entropy(v.student_logits, v)
+
+
+@calibration_term
+def difference_entropy(v: CalibrationView) -> Tensor:
+    """AdaDFQ: minus the entropy of what the teacher's logits have more than the student's, softened by 5."""
+    return -v.run(distill.entropy, (v.logits - v.student_logits) / 5)
 
 
 @calibration_term

@@ -43,6 +43,24 @@ def mlps(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) in MLPS]
 
 
+def gelu_mlps(model: nn.Module) -> list[str]:
+    """Names of the plain MLPs with a GELU between their two layers."""
+    return [name for name, module in model.named_modules() if type(module) is Mlp and isinstance(module.act, nn.GELU)]
+
+
+def put_relu_(model: nn.Module) -> nn.Module:
+    """Put ReLU in the place of these GELUs, and note it."""
+    for name in gelu_mlps(model):
+        model.get_submodule(name).act = nn.ReLU()
+    model._maskaq_relu = True  # type: ignore[assignment]
+    return model
+
+
+def has_relu(model: nn.Module) -> bool:
+    """Whether `put_relu_` was applied to a model, or to what it was made from."""
+    return getattr(model, "_maskaq_relu", False) is True
+
+
 def branch(path: str, module: nn.Module, norm: str, scale: str = "") -> tuple[tuple[str, str], Reader]:
     """The writer and the reader of an attention or an MLP: its last layer, and all other linear layers."""
     layers = tuple(f"{path}.{name}" for name, child in module.named_children() if type(child) is nn.Linear)

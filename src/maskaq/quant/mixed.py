@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from maskaq import randomness
 from maskaq.errors import RecipeError
 from maskaq.progress import Progress
 from maskaq.quant.kinds import layers
@@ -55,7 +56,11 @@ def choose_bits(
             "give to some weights; raise it, or take rules away"
         )
     costs = measure_costs(teacher, plan, scheme, free, images, distance, progress)
-    return plan.with_bits(allocate(costs, sizes, budget))
+    found = allocate(costs, sizes, budget)
+    if scheme.mixed == "evolve":
+        together = _Together(teacher, plan, scheme, free, images, distance)
+        found = evolve(found, {name: sizes[name] for name in free}, budget, together)
+    return plan.with_bits(found)
 
 
 @torch.no_grad()
@@ -118,3 +123,88 @@ def allocate(costs: Costs, sizes: dict[str, int], budget: float) -> dict[str, in
         _, name, wider = max(steps)
         left -= (wider - chosen[name]) * sizes[name]
         chosen[name] = wider
+
+
+POPULATION, TOURNAMENT, CYCLES = 15, 10, 100
+"""Of `evolve`; the first two are Evol-Q's."""
+
+
+def evolve(
+    start: dict[str, int], sizes: dict[str, int], budget: float, cost: Callable[[dict[str, int]], float]
+) -> dict[str, int]:
+    """Site -> width, by evolution from a start: never a larger cost, within the budget (after CLAMP-ViT).
+
+    A child has one width more of one layer and, where the budget asks for it, less of others; it replaces the worst.
+    """
+    names = sorted(start)
+    root = randomness.image_keys(0, torch.arange(1))
+    mutants = (_mutated(start, names, sizes, budget, randomness.fold(root, n)) for n in range(1, POPULATION))
+    population = [(cost(found), found) for found in (start, *mutants)]
+    for cycle in range(CYCLES):
+        key = randomness.fold(root, f"cycle {cycle}")
+        lots = randomness.uniform(key, len(population))[0].argsort(stable=True)[:TOURNAMENT]
+        _, parent = min((population[n] for n in lots.tolist()), key=lambda found: found[0])
+        child = _mutated(parent, names, sizes, budget, key)
+        if child in (known for _, known in population):
+            continue
+        worst = max(range(len(population)), key=lambda n: population[n][0])
+        if (value := cost(child)) < population[worst][0]:
+            population[worst] = (value, child)
+    return min(population, key=lambda found: found[0])[1]
+
+
+def _mutated(
+    bits: dict[str, int], names: list[str], sizes: dict[str, int], budget: float, key: Tensor
+) -> dict[str, int]:
+    order = [names[n] for n in randomness.uniform(randomness.fold(key, "layers"), len(names))[0].argsort().tolist()]
+    found = dict(bits)
+    found[order[0]] = _next(found[order[0]], 1)
+    for name in order[1:]:
+        if sum(found[n] * sizes[n] for n in names) <= budget:
+            return found
+        found[name] = _next(found[name], -1)
+    return found if sum(found[n] * sizes[n] for n in names) <= budget else dict(bits)
+
+
+def _next(bits: int, step: int) -> int:
+    """The next width up or down, if there is one."""
+    place = WIDTHS.index(bits) + step if bits in WIDTHS else 0
+    return WIDTHS[min(max(place, 0), len(WIDTHS) - 1)]
+
+
+class _Together:
+    """Widths of all layers -> distance of P with all these weights quantized to P. Each width is quantized once."""
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        plan: QuantPlan,
+        scheme: Quantization,
+        sites: list[str],
+        images: Tensor,
+        distance: Distance,
+    ) -> None:
+        self.students: dict[int, nn.Module] = {}
+        for bits in WIDTHS:
+            alone = QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites})
+            self.students[bits] = quantized_twin(teacher, scheme, alone)
+            init_ranges_(self.students[bits], images[:1], scheme)
+        self.images, self.distance = images, distance
+        with torch.no_grad():
+            self.expected = teacher(images)
+
+    @torch.no_grad()
+    def __call__(self, bits: dict[str, int]) -> float:
+        student = self.students[max(WIDTHS)]
+        changed: list[QuantWeightMixin] = []
+        try:
+            for name, width in bits.items():
+                path = name.removesuffix(".weight")
+                layer, source = (model.get_submodule(path) for model in (student, self.students[width]))
+                assert isinstance(layer, QuantWeightMixin) and isinstance(source, QuantWeightMixin)
+                layer.held_weight = source.quantized_weight() if source.held_weight is None else source.held_weight
+                changed.append(layer)
+            return self.distance(self.expected, student(self.images)).mean().item()
+        finally:
+            for used in changed:
+                used.held_weight = None

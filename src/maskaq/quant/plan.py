@@ -13,6 +13,7 @@ from torch import nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import AttentionProducts, Matmul, geometry
+from maskaq.models.structure import gelu_mlps
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.kinds import kind_of, refuse_quantized
 from maskaq.quant.quantizers import Quantizer
@@ -89,6 +90,9 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
             "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"
         )
     bits = Bits.parse(scheme.bits)
+    rectified = {f"{name}.fc2" for name in gelu_mlps(teacher)} if scheme.mlp == "relu" else set()
+    if scheme.mlp == "relu" and not rectified:
+        raise ModelError("quantization.mlp = relu: this model has no MLP of two layers with a GELU between them")
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():
         kind = kind_of(module)
@@ -100,12 +104,31 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 continue  # the image itself is never quantized
             else:
                 signed = module.signed[index] if isinstance(module, Matmul) else True
+                if name in rectified and f"{name}.{slot}" not in before.sites:  # rotated values have both signs
+                    signed = False
                 site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
-                site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
+                is_softmax = isinstance(module, Matmul) and not signed
+                own = scheme.softmax if is_softmax and scheme.softmax != "same" else scheme.activation
+                site = replace(site, quantizer=own, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
             sites[site.name] = site
     heads = {name: m.num_heads for name, m in teacher.named_modules() if isinstance(m, AttentionProducts)}
     return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule), heads))
+
+
+def with_own_mlps(
+    teacher: nn.Module, scheme: Quantization, plan: QuantPlan | None
+) -> tuple[Quantization, QuantPlan | None]:
+    """Scheme and plan of a student with the teacher's own MLPs: what baselines are, whatever a method puts there."""
+    if scheme.mlp == "same":
+        return scheme, plan
+    own = replace(scheme, mlp="same")
+    found = build_plan(teacher, own)
+    known = {} if plan is None else {site.name: site for site in plan}
+    sites = {
+        n: replace(s, bits=known[n].bits, range=known[n].range) if n in known else s for n, s in found.sites.items()
+    }
+    return own, QuantPlan(sites)
 
 
 def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
@@ -139,6 +162,10 @@ def _ruled(sites: dict[str, Site], rules: Iterable[Rule], heads: Mapping[str, in
                 else:
                     changes["bits"] = int(rule.bits)
             site = replace(sites[name], **{key: value for key, value in changes.items() if value})
+            if site.role == "weight" and site.range == "relative":
+                raise RecipeError(
+                    f"quantization.rule: range relative is for activations, and {name} is a weight; use mse"
+                )
             sites[name] = _with_granularity(site, rule.granularity, heads) if rule.granularity else site
     return {name: site for name, site in sites.items() if name not in in_float}
 

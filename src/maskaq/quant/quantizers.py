@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from maskaq import randomness
 from maskaq.errors import RangeError, RecipeError, unknown
 from maskaq.quant import grid, ranges
 from maskaq.quant.site import Role, Site
@@ -47,13 +48,22 @@ class Quantizer(nn.Module):
         self.observed: list[Tensor] | None = None
         self.share = 1.0
         """Share of the batch in this micro-batch; keeps the LSQ gradient scale constant."""
+        self.drop = 0.0
+        """Probability that a value is left in float (QDrop); 1: all are."""
+        self.lots: Tensor | None = None
+        """(1,) the random key of the values that are."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
             self.observed.append(self._seen(x.detach()))
             return x
+        if self.drop >= 1:
+            return x
         self._check_ready()
-        return self.fake_quantize(x)
+        values = self.fake_quantize(x)
+        if self.drop and self.lots is not None:
+            values = torch.where(randomness.uniform(self.lots, x.numel()).view(x.shape) < self.drop, x, values)
+        return values
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         scale, zero_point = self._grid(x)
@@ -74,9 +84,7 @@ class Quantizer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`; (C,) its ends."""
         of_values = None if weights is None else self._rows(weights)
-        low, high = ranges.RANGES[method](
-            self._rows(values), self.site.bits, self.symmetric, percentile, of_values
-        )
+        low, high = ranges.RANGES[method](self._rows(values), self.site.bits, self.symmetric, percentile, of_values)
         if self.symmetric:
             self._store(ranges.symmetric(torch.maximum(-low, high), self.site.bits), torch.zeros_like(low))
         else:
@@ -226,6 +234,33 @@ class MinMax(Static):
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
+
+
+@quantizer("minmax_full")
+class MinMaxFull(MinMax):
+    """As `minmax`, but no weight lies on a tie between two codes, and every weight has a gradient.
+
+    The largest magnitude is (2^b - 1) / 2 steps: half way between two codes, so that the last bit of a float would
+    decide, and differently on another device. Here the step is a little smaller: the code is always the outer one. As
+    the range follows the weights, none is ever outside it, and gradients pass straight through to all.
+    """
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return super().fake_quantize(x).detach() + (x - x.detach())
+
+    def _follow(self, x: Tensor) -> None:
+        super()._follow(x)
+        self.scale.mul_(1 - 2e-6)  # some units in the last place of a code
+
+
+@quantizer("lsq_free")
+class LSQFree(LSQ):
+    """As `lsq`, but the zero point's gradient is not scaled, as in the paper's release: it moves far more."""
+
+    def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
+        scale, _ = super()._step(values_per_range)
+        _, zero_point = grid.learned_grid(self.scale.detach(), self.zero_point, self.low, self.high, 1.0)
+        return scale, zero_point
 
 
 @quantizer("log")

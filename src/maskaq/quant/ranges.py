@@ -97,13 +97,47 @@ def mse(
     return best_low, best_high
 
 
+def best_percentile(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of three percentiles at both ends, the one of least squared error (RepQ-ViT)."""
+    ends = [_tails(values, share) for share in (0.999, 0.9999, 0.99999)]
+    lows, highs = (torch.stack(found) for found in zip(*ends, strict=True))  # (S, C)
+    if is_symmetric:
+        bounds = torch.maximum(-lows, highs)
+        lows, highs = -bounds, bounds
+    return _least_error(values, weights, bits, lows, highs, is_symmetric)
+
+
+def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The values that a share lies above, and below."""
+    ordered = values.sort(dim=1).values
+    cut = round((1 - share) * (ordered.shape[1] - 1))
+    return ordered[:, cut], ordered[:, -1 - cut]
+
+
+def lsq(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The step 2 mean|v| / sqrt(Q_p) that LSQ starts from, around zero, or from it where no value is negative."""
+    signed = is_symmetric or bool((values < 0).any())
+    low, high = code_range(bits, signed)
+    step = 2 * values.abs().mean(dim=1) / math.sqrt(high)
+    if is_symmetric:
+        bound = step * (high - low) / 2  # `symmetric` divides by as much
+        return -bound, bound
+    return step * low, step * high
+
+
 _SEARCHED_AT_ONCE = {"cpu": 1 << 18}  # values times candidates of one pass: what a CPU's cache holds, or a lot
 
-RANGES: dict[str, Callable[[Tensor, int, bool, float, Tensor | None], tuple[Tensor, Tensor]]] = {
+RANGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "minmax": minmax,
     "percentile": percentile,
     "mse": mse,
-    "relative": mse,
+    "relative": mse,  # with weights: `importance`
+    "best_percentile": best_percentile,
+    "lsq": lsq,
 }
 
 
@@ -132,7 +166,7 @@ def _mean_square(error: Tensor, weights: Tensor | None) -> Tensor:
     return (error.square() if weights is None else error.square() * weights).mean(dim=-1)
 
 
-_OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest level there is
+OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest level there is
 
 
 def log_grid(
@@ -140,8 +174,8 @@ def log_grid(
 ) -> tuple[Tensor, Tensor]:
     """Levels of a logarithmic grid, and (C,) the value of the largest for each row of (C, M) values.
 
-    `mse` and `relative` look for the largest value as they do for a uniform grid, other methods give it; the levels are those of
-    least squared error, the same for all rows.
+    `mse` and `relative` look for the largest value as they do for a uniform grid, other methods give it; the levels
+    are those of least squared error, the same for all rows.
     """
     if RANGES[method] is mse:
         tops = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)
@@ -150,7 +184,7 @@ def log_grid(
     scales = (tops / LARGEST_LEVEL).clamp(min=_SMALLEST_STEP)
     at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
     found = []
-    for octaves in _OCTAVES:
+    for octaves in OCTAVES:
         levels = log_levels(bits, octaves).to(values.device)
         parts = (log_fake_quantize(values, s[..., None], levels) - values for s in scales.split(at_once))
         least, best = torch.cat([_mean_square(part, weights) for part in parts]).min(dim=0)  # (C,)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError
+from maskaq.models.structure import put_relu_
 from maskaq.quant.kinds import layers, refuse_quantized, replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, build_plan
@@ -24,6 +25,8 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | N
     refuse_quantized(teacher)
     plan = build_plan(teacher, scheme) if plan is None else plan
     twin = copy.deepcopy(teacher)
+    if scheme.mlp == "relu":
+        put_relu_(twin)
     known = {f"{name}.{slot}" for name, (_, kind) in layers(twin).items() for slot in kind.slots}
     if odd := plan.sites.keys() - known:
         raise ModelError(f"the plan has {len(odd)} sites that this model has not, {min(odd)!r} first")
@@ -122,6 +125,19 @@ def float_weights(student: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.in_float = False
+
+
+@contextmanager
+def in_float(student: nn.Module) -> Iterator[None]:
+    """Nothing is quantized: the float model that the student's weights are now."""
+    before = {quantizer: quantizer.drop for quantizer in quantizers(student).values()}
+    try:
+        for quantizer in before:
+            quantizer.drop = 1.0
+        yield
+    finally:
+        for quantizer, drop in before.items():
+            quantizer.drop = drop
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """The recipe: every setting of a run, its default, its meaning and its limits, each in one place.
 
 A recipe is a small TOML file of overrides over the defaults here; it may start from another (`extends = "paper"`).
+A table `alone` of a recipe holds only where the recipe is not laid over another.
 Names joined by + are laid over each other from left to right, above all that they extend: `quick+mimiq` is `paper`,
 `quick`, `mimiq`. So a budget and a method combine. `images:DIR`, the last of them, is a folder of real images.
 Unknown keys, wrong types and impossible values are errors that name the key and what is allowed.
@@ -35,13 +36,18 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
     return field(default=default, metadata=metadata)
 
 
-STAGES = ("reconstruct", "calibrate")
-"""What fits the student, in this order: block after block, then all blocks at once."""
+STAGES = ("relu", "reparametrize", "search", "evolve", "reconstruct", "interleave", "calibrate", "correct")
+"""What fits the student, in this order: see `maskaq.calibrate`."""
+
+RANGES = ("minmax", "percentile", "mse", "relative", "best_percentile", "lsq")
+"""How a first range is found: see `maskaq.quant.ranges`."""
 
 ROTATIONS = ("heads", "residual", "hidden")
 """What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
 
 _IMAGES = "images:"
+_ALONE = "alone"
+"""The table of a recipe that holds only where it is not laid over another: a method's own budget and protocol."""
 _DEEPEST = 32  # recipes that extend each other
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
 _MOST_IMAGES = 10_000_000  # this and the next are upper bounds that catch typos
@@ -104,7 +110,7 @@ class Rule(_Table, path="quantization.rule"):
     match: str = setting("", "pattern of site names, such as blocks.*.mlp.fc2.input (`maskaq inspect` prints them)")
     bits: str = setting("", "2 to 8, or float", choices=("", "2", "3", "4", "5", "6", "7", "8", "float"))
     quantizer: str = setting("", "quantizer (`maskaq list quantizers`)")
-    range: str = setting("", "how the first range is found", choices=("", "minmax", "percentile", "mse", "relative"))
+    range: str = setting("", "how the first range is found", choices=("", *RANGES))
     granularity: str = setting(
         "", "of an attention product's operand: one range per tensor or per head", choices=("", "tensor", "head")
     )
@@ -126,16 +132,20 @@ class Quantization(_Table, path="quantization"):
     )
     weight: str = setting("minmax", "weight quantizer, one per output channel (`maskaq list quantizers`)")
     activation: str = setting("lsq", "activation quantizer, one per tensor")
+    softmax: str = setting(
+        "same",
+        "quantizer of the attention probabilities; same: as of all activations; log: integer levels in equal ratios",
+    )
     weight_range: str = setting(
         "minmax",
         "how weight ranges are found; minmax weights, whose range follows them, are cut to it at the start",
-        choices=("minmax", "percentile", "mse"),
+        choices=[method for method in RANGES if method != "relative"],
     )
     activation_range: str = setting(
         "mse",
         "how the first activation ranges are found; relative: mse where every vector that enters a dot product counts "
         "the same, whatever its length",
-        choices=("minmax", "percentile", "mse", "relative"),
+        choices=RANGES,
     )
     percentile: float = setting(
         0.999,
@@ -155,6 +165,18 @@ class Quantization(_Table, path="quantization"):
         "the hidden channels of MLPs (online)",
         choices=ROTATIONS,
     )
+    mixed: str = setting(
+        "greedy",
+        "how mixed:X chooses widths: greedy, by what each layer costs alone; evolve, from there on by evolution of all "
+        "widths together",
+        choices=("greedy", "evolve"),
+    )
+    mlp: str = setting(
+        "same",
+        "what the student's MLPs have between their layers: same as the model, or relu in place of GELU, whose outputs "
+        "need no zero point; the stage relu fits them to it",
+        choices=("same", "relu"),
+    )
     rule: tuple[Rule, ...] = setting(
         (), "exceptions, [[quantization.rule]]: match, bits, quantizer, range, granularity"
     )
@@ -168,6 +190,9 @@ class Quantization(_Table, path="quantization"):
 class Mask(_Table, path="synthesis.mask"):
     """The adaptive mask m' of Eqs. 11-13."""
 
+    region: float = setting(
+        0.5, "k_ir: share of patches in the informative region (Eq. 4), at least those in the mask", low=0.0, high=1.0
+    )
     start: float = setting(0.5, "share of patches in the mask at the first step", low=0.0, high=1.0)
     end: float = setting(0.1, "share of patches in the mask at the last step", low=0.0, high=1.0)
     drop: float = setting(0.3, "p_drop: share of the masked patches dropped at random at each step", low=0.0, high=0.99)
@@ -180,6 +205,20 @@ class Mask(_Table, path="synthesis.mask"):
                 f"synthesis.mask.end {self.end} is above synthesis.mask.start {self.start}: the mask shrinks over the "
                 "steps"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator(_Table, path="synthesis.generator"):
+    """A conditional generator in place of free pixels (GDFQ and its followers)."""
+
+    steps: int = setting(0, "steps that train it; 0: no generator, free pixels", low=0, high=_MOST_STEPS)
+    latent: int = setting(100, "length of the latent vector; 0: that of a classifier weight", low=0, high=100_000)
+    channels: int = setting(128, "channels of its first layers; half as many in the last", low=2, high=4_096)
+    batch: int = setting(16, "images per step", low=2)
+    superpose: float = setting(
+        0.0, "probability that an image is of several classes, whose latent vectors are averaged", low=0.0, high=1.0
+    )
+    classes: int = setting(500, "how many they are then, at most", low=2, high=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +242,26 @@ class Synthesis(_Table, path="synthesis"):
         "the attention map A: QK^T before scale and softmax, or the probabilities",
         choices=("scores", "probs"),
     )
+    views: str = setting(
+        "jitter",
+        "what the models see of an image at a step: jittered (roll, flip, noise, colour), or a view of "
+        "calibration.augment (simclr)",
+        choices=("jitter", "simclr"),
+    )
     roll: float = setting(
         8 / 224, "largest random shift, share of the side; twice that in the second half", low=0.0, high=0.5
     )
     flip: float = setting(0.0, "probability of a mirror image at a step", low=0.0, high=1.0)
+    zoom: float = setting(
+        1.0,
+        "smallest area of a random crop at the last step, from the whole image at the first: easy views, then hard",
+        low=0.01,
+        high=1.0,
+    )
     noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0, high=_LARGEST_CHANGE)
     colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0, high=10)
     mask: Mask = field(default_factory=Mask)
+    generator: Generator = field(default_factory=Generator)
     terms: dict[str, float] = setting(
         {
             "class_prior": 1.0,
@@ -232,7 +284,9 @@ class Synthesis(_Table, path="synthesis"):
 class Augment(_Table, path="calibration.augment"):
     """SimCLR augmentation of the calibration images, drawn for each sample."""
 
-    crop: tuple[float, float] = setting((0.3, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0)
+    crop: tuple[float, float] = setting(
+        (0.08, 1.0), "area of the random crop, smallest and largest", low=0.01, high=1.0
+    )
     flip: float = setting(0.5, "probability of a mirror image", low=0.0, high=1.0)
     brightness: float = setting(0.8, "brightness factor in [1-b, 1+b]", low=0.0, high=_LARGEST_CHANGE)
     contrast: float = setting(0.8, "contrast factor in [1-c, 1+c]", low=0.0, high=_LARGEST_CHANGE)
@@ -259,16 +313,72 @@ class Reconstruct(_Table, path="calibration.reconstruct"):
     block_weight: float = setting(
         2.0, "weight of the block's own error beside that of the class feature", low=0.0, high=_LARGEST_WEIGHT
     )
+    error: str = setting(
+        "feature",
+        "what a block is fitted to: feature, what the classifier reads and the block's output; block, the output "
+        "alone; hessian, the output with the values that move the predictions most counting most",
+        choices=("feature", "block", "hessian"),
+    )
+    rounding: str = setting(
+        "straight",
+        "straight: weights are trained, gradients pass the rounding; adaround: each learns to be rounded up or down",
+        choices=("straight", "adaround"),
+    )
+    rounding_lr: float = setting(1e-3, "Adam's learning rate of adaround", low=0.0, high=_LARGEST_LR)
+    rounding_weight: float = setting(
+        0.01, "weight of adaround's pull to 0 or 1, after the first fifth of a block", low=0.0, high=_LARGEST_WEIGHT
+    )
+    drop: float = setting(
+        0.0, "probability that an activation of the block is left in float, value by value", low=0.0, high=0.99
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relu(_Table, path="calibration.relu"):
+    """MLPs with ReLU in place of GELU, fitted to the model's one by one in float (APHQ-ViT)."""
+
+    images: int = setting(256, "images that they are fitted on, the first ones", low=1)
+    steps: int = setting(2_000, "optimiser steps of each", low=1, high=_MOST_STEPS)
+    lr: float = setting(4e-5, "Adam's learning rate at the start of each cosine", low=0.0, high=_LARGEST_LR)
+    clip: float = setting(
+        0.99, "share of the positive values that a second pass keeps, cut above it: it counts twice", low=0.5, high=1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evolve(_Table, path="calibration.evolve"):
+    """Weight scales by evolution, block by block, without gradients (Evol-Q, CLAMP-ViT)."""
+
+    passes: int = setting(10, "passes over the blocks, the deepest first", low=1, high=_MOST_STEPS)
+    cycles: int = setting(6, "children of a block in one pass; each replaces the worst", low=1, high=_MOST_STEPS)
+    population: int = setting(15, "candidates of a block", low=2, high=10_000)
+    tournament: int = setting(10, "candidates that a parent is the best of", low=1, high=10_000)
+    spread: float = setting(1e-3, "largest change of a scale", low=0.0, high=_LARGEST_LR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interleave(_Table, path="calibration.interleave"):
+    """A generator and the student in turn, step by step (GDFQ and its followers)."""
+
+    epochs: int = setting(400, "epochs of the generator and the student", low=1, high=_MOST_STEPS)
+    iterations: int = setting(200, "steps of each in an epoch", low=1, high=_MOST_STEPS)
+    warm_up: int = setting(50, "epochs, the first ones, of the generator alone", low=0, high=_MOST_STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(_Table, path="calibration"):
     stages: tuple[str, ...] = setting(
         ("calibrate",),
-        "what fits the student in turn, a list: reconstruct takes block after block, calibrate all of them at once",
+        "what fits the student in turn, a list: relu fits MLPs to their ReLU, reparametrize moves scales from "
+        "activations to weights, search looks for ranges layer by layer, evolve for weight scales, reconstruct takes "
+        "block after block, interleave trains a generator beside the student, calibrate fits all blocks at once, "
+        "correct adjusts biases",
         choices=STAGES,
     )
+    relu: Relu = field(default_factory=Relu)
+    evolve: Evolve = field(default_factory=Evolve)
     reconstruct: Reconstruct = field(default_factory=Reconstruct)
+    interleave: Interleave = field(default_factory=Interleave)
     epochs: int = setting(200, "passes over the synthetic images", low=0, high=_MOST_STEPS)
     batch: int = setting(16, "images per step", low=1)
     optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
@@ -315,8 +425,8 @@ class Calibration(_Table, path="calibration"):
             raise RecipeError(f"calibration.stages: expected at least one of {', '.join(STAGES)}, got none")
         if self.float_weights and self.stages != ("calibrate",):
             raise RecipeError(
-                "calibration.float_weights: expected 0 beside the stage reconstruct, which has quantized the weights "
-                f"already, got {self.float_weights}"
+                f"calibration.float_weights: expected 0 beside the stages {', '.join(self.stages)}, some of which have "
+                f"quantized the weights already, got {self.float_weights}"
             )
         if self.float_weights + self.average > 1:
             raise RecipeError(
@@ -371,7 +481,12 @@ class Recipe(_Table, path=""):
     @property
     def stages(self) -> dict[str, range]:
         """The stages that fit the student, each with its epochs: they are numbered through."""
-        lengths = {"reconstruct": self.calibration.reconstruct.epochs, "calibrate": self.calibration.epochs}
+        lengths = dict.fromkeys(STAGES, 1) | {  # those without a setting are done in one pass
+            "evolve": self.calibration.evolve.passes,
+            "reconstruct": self.calibration.reconstruct.epochs,
+            "interleave": self.calibration.interleave.epochs,
+            "calibrate": self.calibration.epochs,
+        }
         found, first = {}, 0
         for stage in self.calibration.stages:
             found[stage] = range(first, first + lengths[stage])
@@ -391,15 +506,13 @@ class Recipe(_Table, path=""):
     def rounds(self) -> list[range]:
         """The epochs between two syntheses: one range for each round of Algorithm 1.
 
-        Reconstruction comes before the epochs of the first round: its images are never refreshed.
+        Stages before and behind `calibrate` belong to the first and the last round: only its images are refreshed.
         """
-        before = self.epochs - len(self.stages.get("calibrate", ()))
         epochs = self.epochs
-        every = self.refresh.every
-        if not every or before + every >= epochs:
-            return [range(epochs)]
-        later = range(before + every, epochs, every)
-        return [range(later.start), *(range(first, min(first + every, epochs)) for first in later)]
+        calibrate = self.stages.get("calibrate", range(epochs, epochs))
+        every = self.refresh.every or len(calibrate) + 1
+        starts = [0, *range(calibrate.start + every, calibrate.stop, every)]
+        return [range(first, stop) for first, stop in zip(starts, [*starts[1:], epochs], strict=True)]
 
     def steps_in_round(self, round_index: int) -> int:
         """Optimiser steps for each image of a round."""
@@ -409,6 +522,11 @@ class Recipe(_Table, path=""):
     def most_steps(self) -> int:
         """The largest number of steps of any round."""
         return max(self.steps_in_round(round_index) for round_index in range(len(self.rounds)))
+
+    @property
+    def makes_images(self) -> bool:
+        """Whether images are made for their labels: optimised, or by a generator."""
+        return bool(self.most_steps or self.synthesis.generator.steps)
 
     def lr_in_round(self, round_index: int) -> float:
         """Learning rate on the pixels in a round, at its first step."""
@@ -492,20 +610,30 @@ def _parts(text: str) -> list[str]:
     return [*(names.split("+") if names or not folder else ()), *([folder] if folder else ())]
 
 
-def _layers(names: Iterable[str], seen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Name -> settings of the recipes to lay over each other, bottom up: what the named ones extend, then they."""
+def _layers(names: Iterable[str], seen: tuple[str, ...], alone: bool = True) -> dict[str, dict[str, Any]]:
+    """Name -> settings of the recipes to lay over each other, bottom up: what the named ones extend, then they.
+
+    A folder of images is no budget: a method that is given one is still alone.
+    """
     below: dict[str, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
+    names = list(names)
+    alone = alone and sum(not name.startswith(_IMAGES) for name in names) == 1
     for name in names:
         if name in seen:
             raise RecipeError(f"recipes extend each other in a circle: {' -> '.join((*seen, name))}")
         if len(seen) == _DEEPEST:
             raise RecipeError(f"recipe {seen[0]}: expected at most {_DEEPEST} recipes that extend each other, got more")
         named[name] = tree = _read_tree(name)
+        own = tree.pop(_ALONE, {})
+        if not isinstance(own, Mapping):
+            raise RecipeError(f"recipe {name}: {_ALONE} is a table of settings, not {own!r}")
+        if alone:
+            _merge(tree, own)
         base = tree.pop("extends", None)
         parts = [] if base is None else _parts(str(base))
         beside = [str(Path(name).parent / part) if part.endswith(".toml") else part for part in parts]
-        below |= {key: layer for key, layer in _layers(beside, (*seen, name)).items() if key not in below}
+        below |= {key: layer for key, layer in _layers(beside, (*seen, name), alone).items() if key not in below}
     return below | {name: tree for name, tree in named.items() if name not in below}
 
 

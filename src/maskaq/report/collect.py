@@ -5,7 +5,7 @@ This happens once, at the end of a run, while its models are in memory: later th
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from maskaq.artifact.saved import saved_digest
 from maskaq.errors import RunFolderError
+from maskaq.images.masks import mask_size, top_patches
 from maskaq.images.sets import SyntheticSet, to_bytes, to_pixels
 from maskaq.images.stored import load_images
 from maskaq.images.synthesis import Synthesizer
@@ -30,7 +31,8 @@ from maskaq.quant.plan import plan_of
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import frozen, quantizers
 from maskaq.recipe.schema import Recipe
-from maskaq.report.information import information_report
+from maskaq.report.information import Figure, information_report, theorem_2_report
+from maskaq.shapes import Geometry
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import Task, task_of
@@ -95,18 +97,21 @@ def collect(
     rounds: Mapping[int, SyntheticSet],
     models: Mapping[str, nn.Module],
     progress: Progress | None = None,
+    labelled: SyntheticSet | None = None,
 ) -> Collected:
     """Collect all that a report shows of the models.
 
     Args:
         rounds: the first images of each round.
+        labelled: images with several of each label, which information about labels is measured on; by default the
+            first images of the last round.
         models: `teacher` is P: without it there are no sizes, no predictions, no attention and no sensitivity.
             `searched` is Q before calibration. `student` is Q after it: without it there are no sites.
     """
     began = time.monotonic()
     progress = progress or Progress()
     teacher, ptq, student = (models.get(name) for name in ("teacher", "searched", "student"))
-    if not recipe.most_steps:  # noise, dead leaves or real images: they have no target class
+    if not recipe.makes_images:  # noise, dead leaves or real images: they have no target class
         rounds = {
             round_index: replace(images, labels=torch.full_like(images.labels, -1))
             for round_index, images in rounds.items()
@@ -123,12 +128,17 @@ def collect(
         ]
     if teacher is not None and ptq is not None and student is not None:
         progress.stage("measure layers for the report", passes(student, len(images)))
-        seen = {name: _look(models[name], images[:SAMPLED], progress) for name in ("teacher", "searched", "student")}
+        first = images[:SAMPLED]
+        seen = {name: _look(models[name], first, progress, recipe) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
         facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
         facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
         if geometry(teacher).classes:
-            facts["information"] = information(seen["teacher"], seen["student"], images[:SAMPLED].labels)
+            sample = seen["teacher"], seen["student"], first.labels
+            if labelled is not None and recipe.makes_images:
+                p, q = (_look(model, labelled, Progress(), recipe) for model in (teacher, student))
+                sample = p, q, labelled.labels
+            facts["information"] = information(*sample)
         tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
     return Collected(finite(facts), tensors)
@@ -193,6 +203,24 @@ def images_of_rounds(run: RunFolder, recipe: Recipe) -> dict[int, SyntheticSet]:
     return {round_index: images for round_index, images in found.items() if images is not None and len(images)}
 
 
+def images_per_label(run: RunFolder, recipe: Recipe, classes: int) -> SyntheticSet | None:
+    """About as many images of the last round as are sampled, all that there are of each label, of the first labels.
+
+    Of many classes, the first images have one label each, and tell nothing about labels. None where they have several,
+    or where no label has two images.
+    """
+    config = recipe.synthesis
+    per_label = config.images // max(1, classes)
+    there = [round_index for round_index in range(len(recipe.rounds)) if run.shards(round_index)]
+    if not there or per_label < 2 or config.images <= SAMPLED or SAMPLED // classes >= per_label:
+        return None
+    labels = max(1, SAMPLED // per_label)
+    numbers = [n for n in range(config.images) if n % classes < labels]  # classes are taken in turn
+    shards = sorted({number // config.batch for number in numbers} & set(run.shards(there[-1])))
+    found = SyntheticSet.concatenate(load_images(run, there[-1], shard) for shard in shards)
+    return found[torch.isin(found.indices, torch.tensor(numbers))]
+
+
 # ---- images
 
 
@@ -242,21 +270,45 @@ class Seen:
     """(n, C) logits or features."""
     received: dict[str, list[Tensor]]
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
+    regions: Tensor
+    """(n, D) features of the informative region (Eq. 4): head outputs of the last layer, mean over its k_ir patches."""
 
 
-def _look(model: nn.Module, images: SyntheticSet, progress: Progress) -> Seen:
+def _look(model: nn.Module, images: SyntheticSet, progress: Progress, recipe: Recipe) -> Seen:
+    device = next(model.parameters()).device
+    spec = geometry(model).to(device)
+    pixels = (spec.normalise(to_pixels(part.to(device))) for part in images.images.split(_BATCH))
+    return look(model, pixels, progress, recipe)
+
+
+@torch.no_grad()
+def look(model: nn.Module, batches: Iterable[Tensor], progress: Progress, recipe: Recipe) -> Seen:
+    """What a model makes of normalised images."""
     device = next(model.parameters()).device
     spec = geometry(model).to(device)
     outputs: list[Tensor] = []
+    regions: list[Tensor] = []
     received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
-    with frozen(model), taps(model, "scores_received", "probs_received") as seen:
-        for part in images.images.split(_BATCH):
-            outputs.append(model(spec.normalise(to_pixels(part.to(device)))).float().cpu())
-            for kind, batches in received.items():
-                batches.append([rows.cpu() for rows in spec.patch_attention(seen[f"{kind}_received"])])
+    with frozen(model), taps(model, "scores_received", "probs_received", "heads") as seen:
+        for part in batches:
+            outputs.append(model(part.to(device)).float().cpu())
+            for kind, found in received.items():
+                found.append([rows.cpu() for rows in spec.patch_attention(seen[f"{kind}_received"])])
+            regions.append(_region_features(spec, received[recipe.synthesis.map][-1], seen["heads"][-1], recipe))
             progress.advance(len(part))
-    joined = {kind: [torch.cat(rows) for rows in zip(*batches, strict=True)] for kind, batches in received.items()}
-    return Seen(torch.cat(outputs), joined)
+    joined = {kind: [torch.cat(rows) for rows in zip(*found, strict=True)] for kind, found in received.items()}
+    return Seen(torch.cat(outputs), joined, torch.cat(regions))
+
+
+def _region_features(spec: Geometry, attention: Sequence[Tensor], heads: Tensor, recipe: Recipe) -> Tensor:
+    """(B, D): of the k_ir patches that the layers on the last layer's grid attend to most, their mean head outputs."""
+    last = spec.layers[-1]
+    rows = [alpha for layer, alpha in zip(spec.layers, attention, strict=True) if layer.grid == last.grid]
+    share = recipe.synthesis.mask.region
+    k = mask_size(math.prod(last.grid), 0.0, share, share)
+    region = top_patches(torch.stack(rows).mean(dim=0), k)  # (B, N)
+    patches = last.raster_heads(heads).float().cpu()  # (B, N, D)
+    return (patches * region[..., None]).sum(dim=1) / k
 
 
 def _model(teacher: nn.Module) -> Facts:
@@ -295,7 +347,8 @@ def _attention(
     kind = recipe.synthesis.map
     chosen = images[:CHOSEN]
     synthesizer = Synthesizer(teacher, student, recipe, seed=seed)
-    regions, thinned = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round_index)
+    found = synthesizer.last_masks(seen["teacher"].received[kind], images.indices[:SAMPLED], round_index)
+    regions, masks, thinned = found
     tensors: dict[str, Tensor] = {}
     for i in range(len(layers)):
         maps = torch.stack([seen[name].received[kind][i][: len(chosen)] for name in seen])  # (models, images, N)
@@ -304,6 +357,7 @@ def _attention(
     for grid in thinned:
         name = "{}x{}".format(*grid)
         tensors[f"region_{name}"] = regions[grid][: len(chosen)].to(torch.uint8)
+        tensors[f"mask_{name}"] = masks[grid][: len(chosen)].to(torch.uint8)
         tensors[f"thinned_{name}"] = thinned[grid][: len(chosen)].to(torch.uint8)
 
     def distances(name: str) -> Facts:
@@ -418,14 +472,37 @@ def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
 
 
 def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:
-    """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and attention on the sampled images.
-
-    The informative region is given by the attention that the patches of the teacher's last layer receive.
-    """
+    """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and the features of P's regions."""
     known = labels.cpu() if (labels >= 0).all() else None
-    regions = teacher.received["probs"][-1]
     p, q = (seen.outputs.softmax(dim=1) for seen in (teacher, student))
-    found = information_report(p, q, known, regions.float().cpu())
+    return _plain(information_report(p, q, known, teacher.regions))
+
+
+def against_real(
+    recipe: Recipe,
+    teacher: nn.Module,
+    student: nn.Module,
+    synthetic: SyntheticSet,
+    real: Iterable[tuple[Tensor, Tensor]],
+    progress: Progress | None = None,
+) -> dict[str, Facts]:
+    """What Theorem 2 compares, on synthetic images and on a folder of labelled real ones: name -> {value, meaning}.
+
+    P gives the regions of both, as it does in synthesis.
+    """
+    progress = progress or Progress()
+    batches = list(real)
+    labels = torch.cat([found for _, found in batches])
+    progress.stage("compare with real images", 2 * len(synthetic) + len(labels))
+    own = _look(teacher, synthetic, progress, recipe)
+    quantized = _look(student, synthetic, progress, recipe)
+    seen = look(teacher, (images for images, _ in batches), progress, recipe)
+    probs = (found.outputs.softmax(dim=1) for found in (quantized, seen))
+    q, p = probs
+    return _plain(theorem_2_report(q, synthetic.labels, own.regions, p, labels, seen.regions))
+
+
+def _plain(found: Mapping[str, Figure]) -> dict[str, Facts]:
     return {name.replace("_", " "): {"value": x.value, "meaning": x.meaning} for name, x in found.items()}
 
 

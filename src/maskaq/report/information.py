@@ -11,7 +11,7 @@ The paper's variables, and what stands for them here, on n synthetic images x wi
 So a model is the table p(z, y, a) = (1/n) sum_i p(z | x_i) [y_i = y] [a_i = a], and everything is computed from two
 such tables. Approximated are the distribution of images, by n of them; a, which is coarser than the region itself (a
 finer a never makes the distance of Eq. 19 smaller); and real images (a_r, z^r), by synthetic ones: of Theorem 2, which
-compares the two, only I(a_s; y) can be known without real images.
+compares the two, only I(a_s; y) can be known without real images; `theorem_2_report` takes some.
 
 Plug-in estimates of information are too large when there are few samples. `corrected` takes off the bias that the delta
 method gives: the entropy of a mean p of n rows w falls short by sum_c Var(w_c) / (2 n p_c), which for one-hot rows is
@@ -254,7 +254,7 @@ def information_report(
     seed: int = 0,
 ) -> dict[str, Figure]:
     """Everything above on n images: softmax outputs (n, C) of P and Q, labels (n,), features (n, d) of P's informative
-    regions (its attention over patches, for one), clustered into at most `regions` groups.
+    regions, clustered into at most `regions` groups.
 
     Without labels (None) what is about y has no value and says so; the distances are then of predictions and regions
     alone, and never larger than with labels.
@@ -339,6 +339,79 @@ def information_report(
             eps_image,
             "Mean total variation of P's and Q's prediction per image: eps_joint if each image were a region.",
         ),
+    }
+
+
+def theorem_2_report(
+    student_probs: Tensor,
+    labels: Tensor,
+    region_features: Tensor,
+    real_probs: Tensor,
+    real_labels: Tensor,
+    real_features: Tensor,
+    regions: int = 8,
+    seed: int = 0,
+) -> dict[str, Figure]:
+    """What Theorem 2 compares (Eqs. 22-25): Q on synthetic images with P on real ones, of the labels that both have.
+
+    The regions of both are clustered together, so that a_s and a_r have one alphabet. `delta`, the distance of their
+    frequencies, is what the theorem leaves out and needs (docs/METHOD.md, section 5).
+    """
+    common = [label for label in labels.unique().tolist() if label in set(real_labels.tolist())]
+    ours, real = (torch.isin(found, torch.tensor(common)) for found in (labels, real_labels))
+    n, m = int(ours.sum()), int(real.sum())
+    if not common:
+        return {"theorem_2_images": Figure(None, "Theorem 2 needs labels that synthetic and real images share: none.")}
+    q, p = _rows(student_probs[ours], n), _rows(real_probs[real], m)
+    y_s, y_r = (torch.bucketize(found, torch.tensor(common)) for found in (labels[ours], real_labels[real]))
+    a = cluster(torch.cat([region_features[ours], real_features[real]]), regions, seed)
+    a_s, a_r = a[:n], a[n:]
+    sizes = (q.shape[1], len(common), int(a.max()) + 1)
+
+    def table(regions: Tensor, labels: Tensor, rows: Tensor) -> Tensor:
+        """p(a, y, z), (A, Y, Z)."""
+        flat = torch.zeros(sizes[2] * sizes[1], sizes[0], dtype=torch.float64)
+        return (flat.index_add_(0, regions * sizes[1] + labels, rows) / len(rows)).unflatten(0, (sizes[2], sizes[1]))
+
+    q_table, p_table = table(a_s, y_s, q), table(a_r, y_r, p)
+    eps_joint = averaged_total_variation(q_table.flatten(1), p_table.flatten(1))
+    eps_conditional = averaged_total_variation(*(t.movedim(2, 0).flatten(1) for t in (q_table, p_table)))
+    eps = max(eps_joint, eps_conditional)
+    delta = total_variation(q_table.sum(dim=(1, 2)), p_table.sum(dim=(1, 2)))
+    region_s, region_r = (information(y, F.one_hot(found)) for y, found in ((y_s, a_s), (y_r, a_r)))
+    xi = abs(region_s.plug_in - region_r.plug_in)
+    z_s, z_r = information(y_s, q), information(y_r, p)
+    gap = abs(z_s.plug_in - z_r.plug_in)
+    bound = delta_s(eps, *sizes[:2]) + xi + delta_a(eps, sizes[2], sizes[1]) if eps <= 0.5 else math.inf
+    limit = math.log(min(sizes[:2]))
+    told = "Delta_s + xi + Delta_a (Eq. 25), the upper bound that Theorem 2 gives for the gap"
+    if math.isinf(bound):
+        figure = Figure(None, f"{told}: it asks for eps_s of at most 1/2, and it is {eps:.3f}.")
+    else:
+        what = f"{told}; no two differ by more than {limit:.3f}, and the theorem is not true as it stands."
+        figure = Figure(bound, what)
+    few = min(n, m) / len(common)
+    about = f"Theorem 2 on {n} synthetic and {m} real images of {len(common)} labels that both have"
+    if few < 2:
+        about += ": fewer than two images per label in one of them, so information about labels is mostly chance"
+    return {
+        "theorem_2_images": Figure(n + m, f"{about}."),
+        "eps_s_joint": Figure(
+            eps_joint, "Averaged total variation of (prediction, label) given the region, Q synthetic, P real (Eq. 22)."
+        ),
+        "eps_s_conditional": Figure(
+            eps_conditional, "The same of (region, label) given the prediction (Eq. 23), averaged over Q's predictions."
+        ),
+        "eps_s": Figure(eps, "The larger of both."),
+        "xi": Figure(
+            xi,
+            f"|I(a_s; y) - I(a_r; y)| (Eq. 24), plug-in: {region_s.plug_in:.3f} and {region_r.plug_in:.3f}.",
+        ),
+        "region_frequencies": Figure(delta, "Total variation of p(a_s) and p(a_r), which the theorem needs and omits."),
+        "synthetic_gap": Figure(
+            gap, f"|I(z_q^s; y) - I(z_p^r; y)|, plug-in: {z_s.plug_in:.3f} and {z_r.plug_in:.3f}: what it bounds."
+        ),
+        "theorem_2": figure,
     }
 
 

@@ -305,6 +305,7 @@ def _maps(record: Record) -> dict[str, Any] | None:
         ],
         "layers": layers,
         "region": {grid: _bytes(tensors[f"region_{grid}"]) for grid in grids},
+        "mask": {grid: _bytes(tensors.get(f"mask_{grid}", tensors[f"region_{grid}"])) for grid in grids},
         "thinned": {grid: _bytes(tensors[f"thinned_{grid}"]) for grid in grids},
     }
 

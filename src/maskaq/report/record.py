@@ -49,7 +49,7 @@ class Record:
     @property
     def kind(self) -> str:
         """Kind of its images: synthetic, noise, dead_leaves or real."""
-        kind = "synthetic" if self.recipe.most_steps else self.recipe.synthesis.start
+        kind = "synthetic" if self.recipe.makes_images else self.recipe.synthesis.start
         return kind if self.recipe.data_free else "real"
 
     @cached_property

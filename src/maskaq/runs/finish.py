@@ -11,6 +11,7 @@ from maskaq.artifact import saved as pretrained
 from maskaq.calibrate import handover
 from maskaq.calibrate.handover import WHICH
 from maskaq.errors import MaskaqError, PretrainedError
+from maskaq.models import geometry
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
@@ -87,7 +88,8 @@ def collect_report(
 ) -> None:
     """Collect what the report needs from the models, while they are in memory. A failure does not fail the run."""
     try:
-        collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, progress)
+        labelled = collect.images_per_label(run, recipe, geometry(models["teacher"]).classes)
+        collected = collect.collect(recipe, seed, collect.images_of_rounds(run, recipe), models, progress, labelled)
         collect.write(run.root, collected)
     except (MaskaqError, RuntimeError) as error:
         progress.note(f"the run is finished, but nothing was collected for its report: {error}")

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import first_images, latest_images, range_images, state_digest
+from maskaq.models import geometry
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
-from maskaq.quant.plan import QuantPlan, build_plan
+from maskaq.quant.plan import QuantPlan, build_plan, with_own_mlps
 from maskaq.quant.rotation import teacher_of
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
+from maskaq.report.collect import Collected
 from maskaq.report.record import Record
 from maskaq.runs.plans import plan_of_run
 from maskaq.runs.provenance import pick_device
@@ -93,8 +95,8 @@ class OpenedRun:
         """The student as it was before calibration: ranges from the first images of the first round."""
         teacher = self.teacher()
         run = RunFolder.read(self.folder)
-        scheme = self.recipe.quantization
-        student = quantized_twin(teacher, scheme, plan)
+        scheme, own = with_own_mlps(teacher, self.recipe.quantization, plan)
+        student = quantized_twin(teacher, scheme, own)
         images = first_images(run, scheme.range_images)
         init_ranges_(student, range_images(teacher, images, self.recipe), scheme)
         return student
@@ -247,11 +249,13 @@ def write_report(
     out: str | Path | None = None,
     device: str | torch.device | None = None,
     progress: Progress | None = None,
+    real: Batches | None = None,
 ) -> Path:
     """The report of a run, or of several side by side: one HTML page, and a Markdown file beside it; gives the page.
 
     Args:
         out: the page; default: report.html in the run's folder, compare.html here for several.
+        real: labelled real images, which Theorem 2 is measured against; what is found stays in the run's reports.
     """
     from maskaq.report import page  # plotly and jinja2 are an extra, and slow to import
 
@@ -266,6 +270,9 @@ def write_report(
         if file.exists() and not page.is_ours(_first_bytes(file)):
             raise RunFolderError(f"{file} is there and is no report of maskaq: choose another name than {path}")
     records = [_record(run, folder, device, progress) for run, folder in zip(runs, folders, strict=True)]
+    if real is not None:
+        pairs = zip(runs, records, strict=True)
+        records = [_with_real_images(run, record, real, device, progress) for run, record in pairs]
     try:
         pages = {path: page.html(records), beside: page.markdown(records)}
     except page.UNUSABLE as error:
@@ -277,6 +284,34 @@ def write_report(
     for file, text in pages.items():
         files.write_bytes_atomic(file, text.encode(errors="backslashreplace"))
     return path
+
+
+def _with_real_images(
+    run: OpenedRun | str | Path,
+    record: Record,
+    real: Batches,
+    device: str | torch.device | None,
+    progress: Progress | None,
+) -> Record:
+    """The record with what Theorem 2 compares; kept in the folder where the record is."""
+    opened = run if isinstance(run, OpenedRun) else open_run(run)
+    folder, recipe = record.run, record.recipe
+    teacher, student = (model.to(pick_device(device)) for model in (opened.teacher(), opened.calibrated()))
+    classes = geometry(teacher).classes
+    if not classes or not recipe.makes_images:
+        raise RunFolderError(f"{folder.root}: Theorem 2 is about classes, and its images were made for none")
+    try:
+        images = collect.images_per_label(folder, recipe, classes) or opened.images()[: collect.SAMPLED]
+    except RunFolderError as error:
+        raise RunFolderError(f"{folder.root}: Theorem 2 needs its synthetic images: {error}") from error
+    found = collect.against_real(recipe, teacher, student, images, real(opened.teacher()), progress)
+    facts = record.collected.facts
+    changed = Collected(
+        {**facts, "information": {**(facts.get("information") or {}), **found}}, record.collected.tensors
+    )
+    if not record.missing and not record.unfinished:
+        collect.write(folder.root, changed)
+    return replace(record, collected=changed)
 
 
 def _first_bytes(file: Path) -> bytes:

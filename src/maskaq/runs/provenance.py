@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 import maskaq
+from maskaq import ranks
 from maskaq.engine import Engine
-from maskaq.errors import DeviceError
+from maskaq.errors import DeviceError, RunFolderError
 from maskaq.models import geometry
+from maskaq.storage.runfolder import RunFolder
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The asked device, or CUDA where there is one."""
+    """The asked device, or CUDA where there is one; of several processes on a machine, each takes another GPU."""
+    if device is None or str(device) == "cuda":
+        device = ranks.local_device() or device
     try:
         picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros(1, device=picked).item()
@@ -48,6 +52,24 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": device_name(device),
     }
+
+
+def check_alike(folder: RunFolder, ours: dict[str, Any], any_device: bool = False) -> None:
+    """RunFolderError if the process that leads the run would make other images than this one."""
+    facts = folder.refresh().latest_facts
+    theirs, mine = ({**f.get("versions", {}), **f} for f in (facts, ours))
+    keys = ("maskaq", "torch", "timm", "commit") + (() if any_device else ("device", "engine"))
+    differ = [
+        f"{key} {theirs.get(key)} there, {mine.get(key)} here" for key in keys if theirs.get(key) != mine.get(key)
+    ]
+    if differ:
+        advice = "install the same versions"
+        if any(text.startswith(("device", "engine")) for text in differ):
+            advice += ", use the same kind of device (on a CPU: as many threads, OMP_NUM_THREADS)"
+        raise RunFolderError(
+            f"{folder.root} is led by a process whose images would differ from those made here: "
+            f"{'; '.join(differ)}. To help: {advice}"
+        )
 
 
 def commit() -> str | None:

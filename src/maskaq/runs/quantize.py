@@ -12,33 +12,45 @@ from torch import nn
 from maskaq.artifact.saved import as_deployed
 from maskaq.calibrate import handover
 from maskaq.calibrate.calibrator import Calibrator
+from maskaq.calibrate.correct import Corrector
+from maskaq.calibrate.evolve import Evolver
+from maskaq.calibrate.interleave import Interleaver
 from maskaq.calibrate.reconstruction import Reconstructor
+from maskaq.calibrate.rectify import Rectifier
+from maskaq.calibrate.reparametrize import Reparametrizer
+from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
 from maskaq.images.folder import FolderImages
+from maskaq.images.generator import GeneratedImages
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
-from maskaq.quant.plan import QuantPlan
+from maskaq.quant.plan import QuantPlan, with_own_mlps
 from maskaq.quant.rotation import rotate, rotated
 from maskaq.quant.twin import init_ranges_, quantized_twin
+from maskaq.ranks import ALONE, Ranks, joined
 from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
 from maskaq.runs.arguments import check_arguments, identity, up_to_date_identity, whole_number
 from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
-from maskaq.runs.provenance import describe_run, pick_device
+from maskaq.runs.provenance import check_alike, describe_run, pick_device
 from maskaq.runs.rounds import fit, restore
 from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage.leases import SECONDS, Worker, check_shared
 from maskaq.storage.runfolder import RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
 
-STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in (Reconstructor, Calibrator)}
+_PATIENCE = 60.0  # seconds for which a leader that was restarted waits for the lock of the one before
+
+_STAGES = (Rectifier, Reparametrizer, Searcher, Evolver, Reconstructor, Interleaver, Calibrator, Corrector)
+STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in _STAGES}
 """By the names that `calibration.stages` has for them."""
 
 
@@ -73,8 +85,11 @@ def quantize(
     fast: bool | None = None,
     keep: str = "better",
     report: bool = True,
+    lease: float = SECONDS,
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
+
+    Under torchrun all its processes call this together, and each comes back with the result.
 
     Args:
         recipe: a Recipe, or the name or file of one.
@@ -86,6 +101,7 @@ def quantize(
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
         report: measure what a report needs, at the end.
+        lease: seconds after which other workers make the images that this process has begun, when it is gone.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
@@ -97,31 +113,53 @@ def quantize(
     device = pick_device(device)
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
-    if is_finished(out, asked, None if only_images else keep):
-        progress.note(f"{out} is finished: its model is saved, nothing is left to do")
-        return Result(saved_model(out, model).to(device), Path(out))
+    with joined(device) as ranks:
+        if ranks.agreed(is_finished(out, asked, None if only_images else keep)):
+            if ranks.leads:
+                progress.note(f"{out} is finished: its model is saved, nothing is left to do")
+            return Result(saved_model(out, model).to(device), Path(out))
 
-    teacher = rotate(teacher, recipe.quantization.rotate).to(device)
-    for reason in rotated(teacher).left_out:
-        progress.note(f"not rotated: {reason}")
-    job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress))
-    about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
-    check_folder(recipe, out)
-    with RunFolder.open(out, asked, to_toml(recipe), about, job.plan.to_dict(), up_to_date_identity) as run:
-        images, history = job.resume(run)
-        if forecast:
-            progress.forecast(_forecast(job, run, history.epoch, only_images, report))
-        if only_images:
-            images.of_round(0)
-            return Result(job.student, Path(out))
-        _rounds(job, run, images, history, checkpoint_seconds)
-        start = job.start(images)
-        chosen = hand_over(run, teacher, start, job.student, source, keep, progress)
-        run.drop_checkpoints(keep=list(run.checkpoints())[-2:])
-        if report:
-            models = {"teacher": teacher, "searched": start, "student": chosen}
-            collect_report(run, recipe, seed, models, progress)
-    return Result(model=chosen, folder=Path(out))
+        teacher = rotate(teacher, recipe.quantization.rotate).to(device)
+        for reason in rotated(teacher).left_out if ranks.leads else ():
+            progress.note(f"not rotated: {reason}")
+        with ranks.leader_first():  # it writes down what the run is
+            job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress), ranks)
+            about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
+            run = _open(job, out, asked, about, lease)
+        with run:
+            ranks.follow(job.student)
+            images, history = job.resume(run)
+            if forecast and ranks.leads:
+                progress.forecast(_forecast(job, run, history.epoch, only_images, report))
+            if only_images:
+                images.of_round(0)
+                return Result(job.student, Path(out))
+            _rounds(job, run, images, history, checkpoint_seconds)
+            if ranks.leads:
+                start = job.start(images)
+                chosen = hand_over(run, teacher, start, job.student, source, keep, progress)
+                run.drop_checkpoints(keep=list(run.checkpoints())[-2:])
+                if report:
+                    models = {"teacher": teacher, "searched": start, "student": chosen}
+                    collect_report(run, recipe, seed, models, progress)
+            with ranks.leader_first():
+                return Result(chosen if ranks.leads else saved_model(out, model).to(device), Path(out))
+
+
+def _open(job: "_Job", out: str | Path, asked: dict[str, Any], about: dict[str, Any], lease: float) -> RunFolder:
+    """The run folder: the leader opens it, the other ranks join it."""
+    ranks = job.ranks
+    worker = Worker(rank=ranks.rank if ranks.size > 1 else None)
+    if not ranks.leads:
+        run = RunFolder.join(out, lease, worker)
+        check_alike(run, about)
+        return run
+    check_folder(job.recipe, out)
+    if ranks.size > 1:
+        check_shared(Path(out).parent)
+    patience = _PATIENCE if ranks.size > 1 else 0.0
+    plan = job.plan.to_dict()
+    return RunFolder.open(out, asked, to_toml(job.recipe), about, plan, up_to_date_identity, lease, worker, patience)
 
 
 def _rounds(
@@ -133,9 +171,12 @@ def _rounds(
             continue  # an earlier call finished this round
         synthetic = images.of_round(round_index)  # lines 2-7, or read from the folder
         if history.epoch == 0:
-            first = range_images(job.teacher, synthetic, job.recipe)
-            init_ranges_(job.student, first, job.recipe.quantization)
-        fit(run, job.stages, history, images, synthetic, round_index, checkpoint_seconds)  # lines 8-11
+            if job.ranks.leads:
+                first = range_images(job.teacher, synthetic, job.recipe)
+                init_ranges_(job.student, first, job.recipe.quantization)
+            job.ranks.follow(job.student)
+        fit(run, job.stages, history, images, synthetic, round_index, checkpoint_seconds, job.ranks)  # lines 8-11
+        job.ranks.follow(job.student)  # to the bit: the next images are made against it
 
 
 @dataclass(frozen=True)
@@ -149,20 +190,33 @@ class _Job:
     seed: int
     progress: Progress
     engine: Engine
+    ranks: Ranks
     source: ImageSource
     stages: dict[str, Stage]
     """What fits the student, by name, in turn."""
 
     @classmethod
     def prepare(
-        cls, teacher: nn.Module, recipe: Recipe, out: str | Path, seed: int, progress: Progress, engine: Engine
+        cls,
+        teacher: nn.Module,
+        recipe: Recipe,
+        out: str | Path,
+        seed: int,
+        progress: Progress,
+        engine: Engine,
+        ranks: Ranks = ALONE,
     ) -> "_Job":
         """The student with its first ranges, where its images come from, and the stages that fit it."""
         plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)
-        student = first_student(teacher, recipe, plan, seed)
-        as_deployed(student)  # what cannot be saved in the end fails early
+        if ranks.leads:
+            student = first_student(teacher, recipe, plan, seed)
+            as_deployed(student)  # what cannot be saved in the end fails early
+        else:
+            student = quantized_twin(teacher, recipe.quantization, plan)  # and its ranges from the leader
         source: ImageSource
-        if recipe.data_free:
+        if recipe.data_free and recipe.synthesis.generator.steps:
+            source = GeneratedImages(teacher, student, recipe, seed=seed, progress=progress)
+        elif recipe.data_free:
             source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
         else:
             source = FolderImages(teacher, recipe, seed=seed, progress=progress)
@@ -170,7 +224,10 @@ class _Job:
             name: STAGES[name](teacher, student, recipe, seed=seed, progress=progress, engine=engine)
             for name in recipe.calibration.stages
         }
-        return cls(teacher, student, recipe, plan, seed, progress, engine, source, stages)
+        for stage in stages.values():
+            if isinstance(stage, Calibrator) and stage.parallel:
+                stage.ranks = ranks
+        return cls(teacher, student, recipe, plan, seed, progress, engine, ranks, source, stages)
 
     def resume(self, run: RunFolder) -> tuple[StoredImages, StudentHistory]:
         """Bring student and stages to the latest checkpoint of the folder, if it has one."""
@@ -182,14 +239,14 @@ class _Job:
         if run.plan is not None and run.plan != self.plan.to_dict():
             raise RunFolderError(f"{run.root} was begun by another process meanwhile: run the same command again")
         history = StudentHistory(run, self.teacher, self.student, self.recipe, self.plan, self.seed)
-        images = StoredImages(run, self.source, history)
-        history.epoch, images.used = restore(run, self.student, self.stages, self.recipe)
+        images = StoredImages(run, self.source, history, self.ranks.size > 1)
+        history.epoch, images.used = restore(run, self.student, self.stages, self.recipe, self.ranks)
         return images, history
 
     def start(self, images: StoredImages) -> nn.Module:
         """The student before calibration: ranges from the first images, nothing fitted."""
-        scheme = self.recipe.quantization
-        start = quantized_twin(self.teacher, scheme, self.plan)
+        scheme, plan = with_own_mlps(self.teacher, self.recipe.quantization, self.plan)
+        start = quantized_twin(self.teacher, scheme, plan)
         first = images.first(scheme.range_images)
         init_ranges_(start, range_images(self.teacher, first, self.recipe), scheme)
         return start

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from maskaq.calibrate.stage import Stage
+from maskaq.errors import RunFolderError
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import StoredImages, StudentHistory
+from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import Checkpoint, RunFolder
@@ -22,8 +24,9 @@ def fit(
     images: SyntheticSet,
     round_index: int,
     checkpoint_seconds: float,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Run the remaining epochs of a round, with regular checkpoints and one at the end."""
+    """Run the remaining epochs of a round, with regular checkpoints and one at the end, by the leader of the run."""
     rounds = history.recipe.rounds
     epochs = rounds[round_index]
     last_saved, running = time.monotonic(), None
@@ -35,8 +38,13 @@ def fit(
             title, done = f"{stage.name}, round {round_index + 1} of {len(rounds)}", epoch - here.start
             stage.progress.stage(title, len(images) * len(here), done=len(images) * done)
             running = stage
-        losses = stage.epoch(images, epoch)
+        if run.leads or stage.parallel:
+            losses = stage.epoch(images, epoch)
+        if not stage.parallel:
+            ranks.follow(history.student)
         history.epoch = epoch + 1
+        if not run.leads:
+            continue
         seconds = time.monotonic() - began
         run.event(stage=stage.name, round=round_index, epoch=epoch, seconds=seconds, **losses)
         if history.epoch == epochs.stop or time.monotonic() - last_saved > checkpoint_seconds:
@@ -60,15 +68,22 @@ def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, sh
 
 
 def restore(
-    run: RunFolder, student: nn.Module, stages: Mapping[str, Stage], recipe: Recipe
+    run: RunFolder, student: nn.Module, stages: Mapping[str, Stage], recipe: Recipe, ranks: Ranks = ALONE
 ) -> tuple[int, dict[int, list[str]]]:
     """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used.
 
+    All ranks take the checkpoint that the leader finds.
+
     A checkpoint holds the state of the stage that it was written in: those before it are done, later ones begin anew.
     """
-    saved = run.load_checkpoint()
-    if saved is None:
+    epoch = ranks.agreed(max(run.checkpoints(), default=0))
+    if not epoch:
         return 0, {}
+    saved = run.load_checkpoint(epoch)
+    if saved is None:
+        raise RunFolderError(
+            f"{run.root} has no checkpoint of epoch {epoch} here: do all machines see the same folder?"
+        )
     state = saved.state()
     try:
         student.load_state_dict(state["student"])

@@ -2,10 +2,13 @@
 
 import ctypes
 import errno
+import functools
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,6 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from maskaq.errors import RunFolderError
@@ -59,19 +63,58 @@ def short(value: Any) -> Any:
     return f"{value[:12]}..." if isinstance(value, str) and _SHA256.fullmatch(value) else value
 
 
-def write_bytes_atomic(path: str | Path, data: bytes) -> None:
-    """Puts data at path, durably: whatever happens, path holds its old content or all of the new."""
+def write_bytes_atomic(path: str | Path, data: bytes, replace: bool = True) -> bool:
+    """Puts data at path, durably: whatever happens, path holds its old content or all of the new.
+
+    Args:
+        replace: False leaves a file that is there, and tells so: of several who write it, the first one wins.
+    """
     path = Path(path)
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.{writer()}.tmp")
     with explained(path, len(data)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_new(temp, data)
+            if not replace:
+                return _place_new(temp, path)
             os.replace(temp, path)
         finally:
             with suppress(OSError):  # after the rename there is nothing left to remove
                 temp.unlink()
     _sync_folder(path.parent)
+    return True
+
+
+def _place_new(temp: Path, path: Path) -> bool:
+    """Gives a finished file its name, unless another has it."""
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links, where two who come at the same instant both succeed
+        if path.exists():
+            return False
+        os.replace(temp, path)
+    _sync_folder(path.parent)
+    return True
+
+
+def machine() -> str:
+    """Eight hexadecimal digits for this machine, or container: process numbers mean something inside it."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    return sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+
+
+@functools.cache
+def _tag(pid: int) -> str:
+    return f"{machine()}-{secrets.token_hex(4)}"
+
+
+def writer() -> str:
+    """This process in the names of its temporary files: PID.MACHINE-RANDOM."""
+    return f"{os.getpid()}.{_tag(os.getpid())}"
 
 
 def _write_new(path: Path, data: bytes) -> None:
@@ -86,7 +129,7 @@ def _write_new(path: Path, data: bytes) -> None:
 def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
     """Puts a folder with these files, and no others, at path: it is the old folder or all of the new one."""
     path = Path(os.path.realpath(path))  # through a link, or the link itself would be replaced
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temp = path.with_name(f".{path.name}.{writer()}.tmp")
     with explained(path, sum(map(len, files.values()))):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,3 +384,23 @@ def misfit(value: Any, form: Any, key: str = "") -> str:
     kinds = (int, float, type(None)) if kind is float else (kind,)
     fits = isinstance(value, kinds) and not isinstance(form, dict | list) and not isinstance(value, bool)
     return "" if fits else f"{key}: expected {kind.__name__}, found {type(value).__name__}"
+
+
+def lines_of(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object per line; none if it is not there. A kill may have cut the last."""
+    found = []
+    for line in read_regular(Path(path)).decode(errors="replace").splitlines() if os.path.exists(path) else ():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Context that one process at a time is in, by an OS lock on a file; the others wait."""
+    with FileLock(path):
+        yield

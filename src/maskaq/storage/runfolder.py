@@ -6,7 +6,9 @@
     images/round_00/               shard_0000.safetensors ..., each with what it is and what it was made against
     checkpoints/                   named by the epochs done: the latest, the one before, and the start of every round
     quantized/                     the result, and metrics.json its accuracy, written for the stages that make them
-    .lock, .lock.pid               held by the one process that writes
+    events/                        the same of workers that joined, one file each
+    leases/                        which worker makes which images, while they do
+    .lock, .lock.pid               held by the one process that leads the run: others may join it to make images
 
 Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.
 Nothing below the folder may be a symbolic link: a folder from a stranger cannot lead a read or a write out of itself.
@@ -28,13 +30,14 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor
 
-from maskaq.errors import RunFolderError, unwritable
+from maskaq.errors import BusyError, RunFolderError, unwritable
 from maskaq.storage.files import (
     RESTORE,
     DamagedError,
     digest_of,
     explained,
     json_bytes,
+    machine,
     misfit,
     own_path,
     read_bytes,
@@ -48,7 +51,9 @@ from maskaq.storage.files import (
     write_bytes_atomic,
     write_json_atomic,
     write_tensors,
+    writer,
 )
+from maskaq.storage.leases import SECONDS, Leases, Worker
 
 FORMAT = 2
 READABLE = (1, 2)
@@ -57,11 +62,14 @@ READABLE = (1, 2)
 QUANTIZED = "quantized"
 """The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
+LEADER = "leader"
+"""The lease of the process that leads a run, by which others see that somebody does."""
 TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
 """Snapshots of the optimisation of one image of a round."""
 
 # What a run killed before its run.json was in place may have left behind.
-_UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+\.tmp")
+_UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+(\.[0-9a-f-]+)?\.tmp")
+_ORDER = "images/round_{round:02}/order.json"
 _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
@@ -140,9 +148,9 @@ def _check_format(root: Path, run: dict[str, Any]) -> None:
         )
 
 
-def _lock(root: Path) -> BaseFileLock:
+def _lock(root: Path, patience: float = 0.0) -> BaseFileLock:
     """The lock on root, held: an OS lock, released when the process exits, however that ends."""
-    lock = FileLock(own_path(root, ".lock"), timeout=0)
+    lock = FileLock(own_path(root, ".lock"), timeout=patience)
     with explained(root):
         try:
             lock.acquire()
@@ -151,7 +159,7 @@ def _lock(root: Path) -> BaseFileLock:
             note = root / ".lock.pid"
             pid = f" (pid {read_regular(note).decode(errors='replace')})" if note.is_file() else ""
             message = f"another maskaq process{pid} is working in {root}: wait until it ends, or choose another --out"
-            raise RunFolderError(message) from None
+            raise BusyError(message) from None
     return lock
 
 
@@ -163,13 +171,25 @@ def _check_ours(root: Path) -> None:
         raise RunFolderError(f"{root} exists and is not a run folder: choose another --out")
 
 
-def _is_being_written(temp: Path) -> bool:
-    """Whether the process in a temporary file's name lives: an export or a report, which need no lock."""
-    pid = re.search(r".*\.([1-9]\d*)\.(?:aside\.)?(?:tmp|unproven)", temp.name)  # the last, if there are more
-    if pid is None or int(pid[1]) == os.getpid() or os.name != "posix":
+_TEMPORARY = re.compile(r".*\.([1-9]\d*)(?:\.([0-9a-f]{8})-[0-9a-f]{8})?\.(?:aside\.)?(?:tmp|unproven)")
+_FORGOTTEN = 3600.0  # seconds after which what another machine was writing counts as left behind
+
+
+def _is_being_written(temp: Path, now: float) -> bool:
+    """Whether a process that is alive writes a temporary file: a worker, an export or a report, which need no lock.
+
+    Args:
+        now: the time by the clock of the file system, which is that of the file.
+    """
+    found = _TEMPORARY.match(temp.name)  # greedy: the last numbers, if there are more
+    if found is not None and found[2] not in (None, machine()):
+        with suppress(OSError):
+            return now - temp.lstat().st_mtime < _FORGOTTEN
+        return False
+    if found is None or int(found[1]) == os.getpid() or os.name != "posix":
         return False  # we write none yet; and on other systems one cannot ask without harm
     try:
-        os.kill(int(pid[1]), 0)
+        os.kill(int(found[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # it is alive and belongs to another user
@@ -183,14 +203,16 @@ def _start_or_resume(root: Path, asked: dict[str, Any], update: Update) -> dict[
     run = _read_run(root) if path.exists() else asked
     _check_format(root, run)
     _check_identity(root, run["identity"], asked["identity"], update)
-    for name in ("events.jsonl", "images", "checkpoints", QUANTIZED, ".lock.pid"):
+    for name in ("events.jsonl", "events", "leases", "images", "checkpoints", QUANTIZED, ".lock.pid"):
         own_path(root, name)
     # Only now, as a folder that is refused stays as it is: clear away what a kill left half done.
     with suppress(RunFolderError):  # it only serves a message
         write_bytes_atomic(root / ".lock.pid", str(os.getpid()).encode())
     with explained(root):
+        note = root / ".lock.pid"
+        now = note.stat().st_mtime if note.exists() else 0.0  # it was written just now
         for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
-            if not _is_being_written(temp):
+            if not _is_being_written(temp, now):
                 shutil.rmtree(temp) if temp.is_dir() and not temp.is_symlink() else temp.unlink(missing_ok=True)
         events = root / "events.jsonl"
         if events.exists() and not (data := events.read_bytes()).endswith(b"\n"):
@@ -240,6 +262,8 @@ class Checkpoint:
 class RunFolder:
     """One run's files. `open` it to work (a context manager, one process at a time) or `read` it to look."""
 
+    leases: Leases
+
     def __init__(self, root: Path, run: dict[str, Any], lock: BaseFileLock | None = None) -> None:
         self.root = root
         self.identity: dict[str, Any] = run["identity"]
@@ -255,6 +279,7 @@ class RunFolder:
         self.digest = _digest_of_json(run["identity"])
         """Of the identity: every shard and checkpoint carries it, so that none of another run is taken."""
         self._lock = lock
+        self._joined = False
 
     @classmethod
     def open(
@@ -265,11 +290,16 @@ class RunFolder:
         facts: Mapping[str, Any] | None = None,
         plan: Mapping[str, Any] | None = None,
         update: Update = _unchanged,
+        lease: float = SECONDS,
+        worker: Worker | None = None,
+        patience: float = 0.0,
     ) -> "RunFolder":
-        """The folder of the run with this identity, new or to be continued, locked until it is closed.
+        """The folder of the run with this identity, new or to be continued, led by this process until it is closed.
 
         Args:
             update: brings the identity of an older run up to date.
+            lease: seconds after which others do the work of this process when it is gone.
+            patience: seconds to wait for the lock, of a process that is about to end.
         """
         root = Path(path)
         _check_ours(root)
@@ -277,15 +307,27 @@ class RunFolder:
             root.mkdir(parents=True, exist_ok=True)
         record = {"format": FORMAT, "identity": identity, "facts": facts or {}} | ({"plan": plan} if plan else {})
         asked = json.loads(json.dumps(record, default=str))  # a path among the facts
-        lock = _lock(root)
+        lock = _lock(root, patience)
         try:
             run = _start_or_resume(root, asked, update)
             if not (root / "recipe.toml").exists():
                 write_bytes_atomic(root / "recipe.toml", recipe_text.encode())
+            folder = cls(root, run, lock)
+            folder.leases = Leases(folder.path("leases"), worker, lease)
+            folder.leases.claim(LEADER)
         except BaseException:
             lock.release()
             raise
-        return cls(root, run, lock)
+        return folder
+
+    @classmethod
+    def join(cls, path: str | Path, lease: float = SECONDS, worker: Worker | None = None) -> "RunFolder":
+        """The folder of a run that another process leads: images may be added to it, and nothing else."""
+        run = cls.read(path)
+        _check_format(run.root, {"format": run.format})
+        run._joined = True
+        run.leases = Leases(run.path("leases"), worker, lease)
+        return run
 
     @staticmethod
     def check(path: str | Path, identity: Mapping[str, Any], update: Update = _unchanged) -> None:
@@ -311,7 +353,12 @@ class RunFolder:
         return cls(root, _read_run(root))
 
     def close(self) -> None:
-        """Release the lock; the folder is read-only from then on."""
+        """Release lock and leases; the folder is read-only from then on."""
+        if self._joined or self._lock is not None:
+            self.leases.close()
+            with suppress(OSError):  # others hold some, or there were none
+                self.leases.folder.rmdir()
+        self._joined = False
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -326,9 +373,18 @@ class RunFolder:
         """Where the file called name is, or would be; RunFolderError if part of the path is a symbolic link."""
         return own_path(self.root, name)
 
-    def _ours(self, name: str) -> Path:
-        """The path of a file about to be written."""
-        if self._lock is None:
+    @property
+    def leads(self) -> bool:
+        """Whether this process leads the run, or has only joined it."""
+        return self._lock is not None
+
+    def refresh(self) -> "RunFolder":
+        """The folder as it is now, for reading."""
+        return RunFolder.read(self.root)
+
+    def _ours(self, name: str, joined: bool = False) -> Path:
+        """The path of a file about to be written; `joined` if a process that joined the run may do so."""
+        if self._lock is None and not (joined and self._joined):
             raise RunFolderError(f"cannot write {self.root / name}: the run folder is open for reading only")
         return self.path(name)
 
@@ -347,10 +403,12 @@ class RunFolder:
     # ---- events
 
     def event(self, **fields: Any) -> None:
-        """Appends one line to events.jsonl: the fields and the time (UTC)."""
-        path = self._ours("events.jsonl")
+        """Appends one line to events.jsonl, or to a file of this worker alone: the fields and the time (UTC)."""
+        path = self._ours("events.jsonl" if self.leads else f"events/{writer()}.jsonl", joined=True)
         time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = (json.dumps({"time": time, **fields}, ensure_ascii=False) + "\n").encode()
+        with explained(path, len(line)):
+            path.parent.mkdir(exist_ok=True)
         with explained(path, len(line)), open(path, "ab", buffering=0) as file:
             start = file.tell()
             if file.write(line) != len(line):
@@ -358,13 +416,18 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def events(self) -> list[dict[str, Any]]:
-        """All events, oldest first, without a last line still being written or torn by a kill."""
-        path = self.path("events.jsonl")
-        *lines, _torn = read_bytes(path).split(b"\n") if path.exists() else [b""]
-        try:
-            return [json.loads(line) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise DamagedError(path, error, "remove the lines that are not JSON") from None
+        """All events, those of workers that joined first, without a last line being written or torn by a kill."""
+        folder = self.path("events")
+        names = sorted(os.listdir(folder)) if folder.is_dir() else []
+        found = []
+        for name in (*(f"events/{name}" for name in names if name.endswith(".jsonl")), "events.jsonl"):
+            path = self.path(name)
+            *lines, _torn = read_bytes(path).split(b"\n") if path.exists() else [b""]
+            try:
+                found += [json.loads(line) for line in lines]
+            except (ValueError, RecursionError) as error:
+                raise DamagedError(path, error, "remove the lines that are not JSON") from None
+        return found
 
     # ---- shards of images
 
@@ -381,9 +444,39 @@ class RunFolder:
         about = {"run": self.digest, "round": round_index, "shard": shard, "student": student, "lost": list(lost)}
         return seal(tensors, {"shard": json.dumps(about, sort_keys=True)})
 
-    def write_shard(self, round_index: int, shard: int, sealed: bytes) -> None:
-        """Puts what `seal_shard` gave into its place."""
-        write_bytes_atomic(self._ours(_shard_name(round_index, shard)), sealed)
+    def write_shard(self, round_index: int, shard: int, sealed: bytes, replace: bool = True) -> bool:
+        """Puts what `seal_shard` gave into its place; without `replace` a shard that is there stays, and wins."""
+        return write_bytes_atomic(self._ours(_shard_name(round_index, shard), joined=True), sealed, replace)
+
+    def shard_sign(self, round_index: int, shard: int) -> tuple[int, ...] | None:
+        """Something that changes when a shard does; None if it is not there."""
+        try:
+            found = self.path(_shard_name(round_index, shard)).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    # ---- what is to be done, for workers that join
+
+    def order(self, round_index: int) -> dict[str, Any] | None:
+        """What is asked of the workers of a round; None if the round has not begun."""
+        path = self.path(_ORDER.format(round=round_index))
+        if not path.exists():
+            return None
+        remedy = "delete it and give the run's command again"
+        found = read_json(path, remedy)
+        if wrong := misfit(found, {"against": str, "shards_at_once": int}):
+            raise DamagedError(path, wrong, remedy)
+        return dict(found)
+
+    def write_order(self, round_index: int, order: Mapping[str, Any]) -> None:
+        """Tell the workers of a round what its images are made against, and how many shards together."""
+        write_json_atomic(self._ours(_ORDER.format(round=round_index)), dict(order))
+
+    def write_trajectory(self, round_index: int, images: Tensor, words: Mapping[str, str], replace: bool) -> None:
+        """Puts the snapshots of an image of a round into their place."""
+        path = self._ours(TRAJECTORY_FILE.format(round=round_index), joined=True)
+        write_bytes_atomic(path, seal({"images": images}, words), replace)
 
     def load_shard(self, round_index: int, shard: int) -> Shard:
         """A shard, verified to the bit. RunFolderError if it is not there, DamagedError if it is not as written."""

@@ -25,7 +25,14 @@ _IN_PLACE_OF: dict[str, str | None] = {
     "class_prior": None,
     "soft_class_prior": None,
     "region_prior": None,
+    "difference_prior": None,
+    "sum_prior": None,
+    "entropy_margin": None,
+    "label_loss": None,
+    "difference_entropy": None,
     "logit_kl": "feature_error",
+    "logit_kl_mean": "feature_error",
+    "logit_mae": "feature_error",
     "class_feature": "feature_error",
 }
 """Loss terms of classes -> the term of features in their place, or none."""

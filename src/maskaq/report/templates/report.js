@@ -93,7 +93,7 @@ function attention(facts) {
   const count = facts.images.length;
   const layers = facts.layers.map((layer) => ({ ...layer, maps: bytes(layer.maps) }));
   const masks = {};
-  for (const kind of ["region", "thinned"]) {
+  for (const kind of ["region", "mask", "thinned"]) {
     masks[kind] = Object.fromEntries(Object.entries(facts[kind]).map(([grid, text]) => [grid, bytes(text)]));
   }
   const pictures = facts.images.map((image) => Object.assign(new Image(), { src: image.src }));
@@ -119,8 +119,12 @@ function attention(facts) {
     const each = (kind, act) => mask(kind).forEach((on, n) => on && act((n % columns) * w, Math.floor(n / columns) * h));
     context.strokeStyle = context.fillStyle = "#19d3ff";
     if ($("show-region").checked) {
-      context.lineWidth = 4;
+      context.lineWidth = 1;
       each("region", (x, y) => context.strokeRect(x + 2, y + 2, w - 4, h - 4));
+    }
+    if ($("show-mask").checked) {
+      context.lineWidth = 4;
+      each("mask", (x, y) => context.strokeRect(x + 2, y + 2, w - 4, h - 4));
     }
     if ($("show-thinned").checked) {
       each("thinned", (x, y) => { // a disc: the map stays visible around it
@@ -139,7 +143,7 @@ function attention(facts) {
       canvas.setAttribute("aria-label", `${canvas.dataset.title}, image ${facts.images[image].number}, layer ${layer.name}`);
     });
   }
-  for (const id of ["map-layer", "map-image", "show-region", "show-thinned"]) $(id).addEventListener("input", show);
+  for (const id of ["map-layer", "map-image", "show-region", "show-mask", "show-thinned"]) $(id).addEventListener("input", show);
   Promise.all(pictures.map((picture) => picture.decode())).then(show).then(() => $("maps").setAttribute("data-ready", "1"));
 }
 if (DATA.attention) attention(DATA.attention);

@@ -1,0 +1,269 @@
+"""`maskaq compare`."""
+
+import argparse
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from maskaq.cli import arguments as options
+from maskaq.cli import converters
+from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions
+from maskaq.errors import DependencyError, MaskaqError, RecipeError
+
+if TYPE_CHECKING:
+    from maskaq.report.comparison import Page, TableRow
+    from maskaq.runs.compare import Comparison, Entry, Line
+
+SUMMARY = "several recipes on one model, side by side: runs what is not there yet; a page and tables"
+RESUMABLE = True
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: ModelOptions
+    folders: tuple[str, ...]
+    class_index: str | None
+    crop_pct: float | None
+    interpolation: str | None
+    readers: int
+    recipes: str | None
+    bits: str
+    seeds: str
+    set: tuple[str, ...]
+    rows: tuple[str, ...]
+    only: str | None
+    scale: float
+    out: str
+    limit: float
+    keep_images: bool
+    device: str | None
+    plain: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument("--recipes", metavar="A,B,...", help="recipes as in `quantize`, such as quick,quick+mimiq")
+    parser.add_argument("--bits", default="w4a4", metavar="W,...", help="widths, such as w4a4,w3a3 (default: w4a4)")
+    parser.add_argument("--seeds", default="0", metavar="N,...", help="(default: 0)")
+    options.add_set(parser)
+    parser.add_argument(
+        "--rows",
+        type=converters.path,
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="files of rows in place of --recipes: name | model | recipe | bits | seed | key=value ... in each line; "
+        "rows of other models are left out, {0} in a recipe is the first folder of --data",
+    )
+    parser.add_argument("--only", metavar="NAME,...", help="run no other rows")
+    parser.add_argument(
+        "--scale",
+        type=converters.share,
+        default=1.0,
+        metavar="X",
+        help="share of each recipe's images to make, all else as it is: the share of its budget (default: 1)",
+    )
+    parser.add_argument(
+        "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"
+    )
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no row after so long")
+    parser.add_argument("--keep-images", action="store_true", help="keep the images and checkpoints of every run")
+    options.add_device(parser)
+    options.add_plain(parser)
+    options.add_data(parser)
+    for action in parser._actions:
+        if action.dest == "data":  # here several folders
+            action.dest, action.nargs, action.default = "folders", "+", []
+
+
+def run(arguments: Arguments, invocation: Invocation) -> None:
+    from maskaq.cli import console as draw  # they bring torch and timm
+    from maskaq.cli import resolve
+    from maskaq.cli.evaluation import EvaluationImages
+    from maskaq.models.load import architecture_of
+    from maskaq.runs.compare import Comparison
+
+    rows = _rows(arguments)
+    model = resolve.full_precision(arguments.model)
+    args = resolve.timm_args(arguments.model)
+    source = {
+        "name": arguments.model.model,
+        "args": args,
+        "checkpoint": resolve.absolute(arguments.model.checkpoint) if arguments.model.checkpoint else None,
+        "mean": arguments.model.mean,
+        "std": arguments.model.std,
+        "architecture": architecture_of(model, arguments.model.model, args),
+        "command": invocation.command_line,
+    }
+    data = DataOptions(None, arguments.class_index, arguments.crop_pct, arguments.interpolation, arguments.readers)
+
+    def batches(model: Any, folder: str) -> Any:
+        return EvaluationImages(replace(data, data=folder))(model)
+
+    for folder in arguments.folders:
+        batches(model, folder)  # a wrong folder fails now, not after the work
+    console = invocation.console
+    with draw.progress_for(console) as progress:
+        comparison = Comparison(
+            arguments.out,
+            model,
+            rows,
+            source=source,
+            batches=batches if arguments.folders else None,
+            folders=arguments.folders,
+            scale=arguments.scale,
+            device=arguments.device,
+            fast=False if arguments.plain else None,
+            keep_images=arguments.keep_images,
+            progress=progress,
+        )
+        for recipe in comparison.recipes.values():
+            resolve.check_names(recipe)
+        for line in comparison.run(arguments.limit):
+            console.print(_told(line))
+    lines = comparison.lines()
+    found = [lines[row.name] for row in rows if row.name in lines]
+    if not found:
+        raise MaskaqError("no row is done yet: give the same command again to go on")
+    page = _page(arguments, comparison, found)
+    console.print(draw.plain_table(page.title, *_table(page)))
+    for text in page.about:
+        console.print(text)
+    _write(arguments.out, page, console)
+    if missing := [row.name for row in rows if row.name not in lines]:
+        console.print(f"{len(missing)} of {len(rows)} rows are left to do: give the same command again")
+
+
+def _rows(arguments: Arguments) -> list[Any]:
+    from maskaq.runs.compare import read_rows, rows_of
+
+    if bool(arguments.recipes) == bool(arguments.rows):
+        raise RecipeError("compare: expected either --recipes A,B,... or --rows FILE")
+    if arguments.recipes:
+        seeds = arguments.seeds.split(",")
+        if not all(seed.strip().isdecimal() for seed in seeds):
+            raise RecipeError(f"--seeds: expected whole numbers such as 0,1,2, got {arguments.seeds!r}")
+        recipes, bits = (text.split(",") for text in (arguments.recipes, arguments.bits))
+        rows = rows_of(arguments.model.model, recipes, bits, [int(seed) for seed in seeds], arguments.set)
+    else:
+        rows = [row for file in arguments.rows for row in read_rows(file) if row.model == arguments.model.model]
+        rows = [replace(row, overrides=(*row.overrides, *arguments.set)) for row in rows]
+    if arguments.only:
+        wanted = arguments.only.split(",")
+        if odd := set(wanted) - {row.name for row in rows}:
+            raise RecipeError(
+                f"--only: there is no row {', '.join(sorted(odd))}; rows: {', '.join(r.name for r in rows)}"
+            )
+        rows = [row for row in rows if row.name in wanted]
+    if not rows:
+        raise RecipeError(f"compare: no row is of the model {arguments.model.model}")
+    return rows
+
+
+def _told(line: "Line") -> str:
+    if line.failed:
+        return f"{line.name}: failed: {line.failed}"
+    figures = "  ".join(f"{folder} {value:.2f}" for folder, value in line.top1.items())
+    return f"{line.name}: {figures or 'done'}  {line.seconds:.0f} s"
+
+
+def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -> "Page":
+    from maskaq.models import class_names, expose
+    from maskaq.report import collect
+    from maskaq.report.comparison import Column, Page
+    from maskaq.runs.compare import common_overrides, entries, label_of
+    from maskaq.storage.runfolder import RunFolder
+
+    found, common = entries(lines), common_overrides(lines)
+    full = comparison.full_precision() if comparison.folders else {}
+    first: dict[tuple[str, str], Any] = {}
+    for line in lines:
+        if not line.failed:
+            first.setdefault((label_of(line, common), line.bits), line)
+    columns = []
+    for (label, bits), line in first.items():
+        kept = collect.read(RunFolder.read(comparison.out / line.name))
+        columns.append(Column(f"{label} {bits}", kept, f"seed {line.seed}, {line.images}"))
+    names = class_names(expose(comparison.model)) or []
+    about = [_about(comparison, lines, full)]
+    if common:
+        about.append(f"All rows with {' '.join(common)}.")
+    if any(not line.data_free for line in lines):
+        about.append("Rows of images:DIR are calibrated on real images: a ceiling, NOT data-free.")
+    return Page(
+        title=f"{arguments.model.model}: {len(found)} recipes side by side",
+        folders=tuple(comparison.folders),
+        rows=tuple(_row(entry, comparison.folders) for entry in found),
+        about=tuple(about),
+        columns=tuple(columns),
+        real=_real_images(comparison),
+        names=dict(enumerate(names)),
+    )
+
+
+def _about(comparison: "Comparison", lines: list["Line"], full: dict[str, float]) -> str:
+    seeds = sorted({line.seed for line in lines})
+    words = [f"Seeds {', '.join(map(str, seeds))}"]
+    if comparison.scale != 1:
+        words.append(f"{comparison.scale:g} of each recipe's own images, all else as in the recipe")
+    for folder, value in full.items():
+        words.append(f"full precision has {value:.2f} on {folder}")
+    images = sum(len(found) for found in next((line.hits for line in lines if line.hits), {}).values())
+    if images:
+        words.append(
+            f"{images} evaluation images; ± is the standard error over images and, with several seeds, over seeds; "
+            "differences are paired image by image; KL is of P and Q on these images, in nats"
+        )
+    where = {line.device for line in lines} | {f"commit {line.commit}" for line in lines if line.commit}
+    return "; ".join([*words, *sorted(where)]) + "."
+
+
+def _row(entry: "Entry", folders: list[str]) -> "TableRow":
+    from maskaq.report.comparison import TableRow
+
+    mean = "-" if entry.mean is None else f"{entry.mean:.2f}"
+    if entry.mean is not None and entry.error:
+        mean += f" ± {entry.error:.2f}"
+    difference = "" if entry.difference is None else "{:+.2f} ± {:.2f}".format(*entry.difference)
+    figures = tuple(f"{entry.figures[folder]:.2f}" if folder in entry.figures else "-" for folder in folders)
+    note = f"failed: {entry.failed}" if entry.failed else "" if entry.data_free else "real images, not data-free"
+    label = entry.label + (f" ({entry.seeds} seeds)" if entry.seeds > 1 else "")
+    kl = "-" if entry.kl is None else f"{entry.kl:.3f}"
+    return TableRow(entry.bits, label, entry.images, figures, mean, difference, kl, f"{entry.seconds:.0f}", note)
+
+
+def _table(page: "Page") -> tuple[list[str], list[list[str]]]:
+    from maskaq.report.comparison import cells, head
+
+    return head(page), [cells(row) for row in page.rows]
+
+
+def _real_images(comparison: "Comparison") -> dict[int, Any]:
+    """A real image of each class, of the first folder."""
+    from maskaq.images.sets import to_bytes
+    from maskaq.models import expose, geometry
+
+    found: dict[int, Any] = {}
+    if comparison.folders:
+        spec = geometry(expose(comparison.model))
+        for images, labels in comparison.images_of(comparison.folders[0]):
+            for image, label in zip(images, labels.tolist(), strict=True):
+                if label >= 0 and label not in found:
+                    found[label] = to_bytes(spec.pixels(image[None].cpu()))[0]
+    return found
+
+
+def _write(out: str, page: "Page", console: Any) -> None:
+    from pathlib import Path
+
+    from maskaq.report import comparison
+    from maskaq.storage.files import write_bytes_atomic
+
+    files = {"compare.md": comparison.markdown(page), "compare.tex": comparison.latex(page)}
+    try:
+        files["compare.html"] = comparison.html(page)
+    except DependencyError as error:
+        console.print(f"no page: {error}")
+    for name, text in files.items():
+        write_bytes_atomic(Path(out, name), text.encode())
+    console.print(f"written: {', '.join(str(Path(out, name)) for name in files)}")

@@ -1,0 +1,104 @@
+"""Start a command as several processes of this machine, as `torchrun --standalone` does, for `--workers N`.
+
+torchrun restarts all processes when one of them is killed, and a run goes on where it was. An error that maskaq tells
+is not worth a restart: the process that has it writes its exit code into a file, and all end as if nothing was wrong.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from maskaq.errors import MaskaqError, RankError
+
+_RESTARTS = 3
+_OUTCOME = "MASKAQ_OUTCOME"
+_PATIENCE = 3.0  # seconds for the rank that had an error to write it down, before others take it for killed
+
+
+class WorkersError(MaskaqError):
+    """Processes were killed again and again."""
+
+
+def launch(words: Sequence[str], workers: int) -> int:
+    """Run `maskaq WORDS` in so many processes; the exit code of the run."""
+    # Before torch is imported: a store that survives the processes would send new ones to the addresses of dead ones
+    # (pytorch/pytorch#167288).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder, "outcome")
+        os.environ[_OUTCOME] = str(outcome)  # for the processes
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=f"maskaq-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=_RESTARTS,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "maskaq", *words)
+        except SignalException as stop:
+            raise KeyboardInterrupt(stop.sigval.name) from stop
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise WorkersError(
+                f"{_RESTARTS + 1} times one of the {workers} workers ended before the run was done, the last time rank "
+                f"{rank} with exit code {failure.exitcode} (-9: killed, often for want of memory). The same command "
+                "goes on where it stopped"
+            ) from error
+        finally:
+            del os.environ[_OUTCOME]
+        return int(outcome.read_text()) if outcome.exists() else 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ended(code: int) -> int:
+    """The exit code of a process that had an error, which must not be restarted for it."""
+    place = os.environ.get(_OUTCOME)
+    if place is None:
+        return code
+    Path(place).write_text(str(code))
+    return 0
+
+
+def told_elsewhere(error: Exception) -> bool:
+    """Whether another process of the command has told an error, so that this one need not tell its own."""
+    place = os.environ.get(_OUTCOME)
+    if place is None:
+        return False
+    if rank() or isinstance(error, RankError):
+        until = time.monotonic() + _PATIENCE
+        while not os.path.exists(place) and time.monotonic() < until:
+            time.sleep(0.05)
+    return os.path.exists(place)
+
+
+def is_launched() -> bool:
+    """Whether this process is one of those that `launch` started."""
+    return _OUTCOME in os.environ
+
+
+def is_rank() -> bool:
+    """Whether this process is one of several, started here or by torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def rank() -> int:
+    """Its number among them; the first one speaks for all."""
+    return int(os.environ.get("RANK", "0")) if is_rank() else 0

@@ -1,0 +1,148 @@
+"""Processes that calibrate one student together: the ranks of a torch.distributed group, as torchrun starts them.
+
+One of them leads: it owns the run folder and does what only one can do. `ALONE` is the group of a single process, so
+that nothing else has to ask whether there are others.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.errors import RankError
+
+_Value = TypeVar("_Value")
+
+_PATIENCE = timedelta(days=1)  # others wait for what the leader does alone; who died is noticed at once
+
+
+class Ranks:
+    """A group of one process."""
+
+    rank = 0
+    size = 1
+    in_graphs = True
+    """Whether a step that a CUDA graph captures may contain `sum_`."""
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def part(self, count: int) -> range:
+        """The places of a batch of so many images that are this rank's."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks."""
+
+    def agreed(self, value: _Value) -> _Value:
+        """The leader's value, which may be anything that can be pickled; until the leader has it, others sleep."""
+        return value
+
+    def follow(self, module: nn.Module) -> None:
+        """Give the module the leader's parameters and buffers."""
+
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """A block that others begin when the leader is through."""
+        yield
+
+
+ALONE = Ranks()
+
+
+class ProcessGroup(Ranks):
+    """The processes of torch's default group: gloo for what is on the CPU, NCCL for what is on GPUs."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.dist = dist
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.in_graphs = "nccl" in str(dist.get_backend_config()) or not torch.cuda.is_available()
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with _told(self.rank):
+            self.dist.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(list(tensors), [part.view_as(x) for part, x in zip(parts, tensors, strict=True)])
+
+    def agreed(self, value: _Value) -> _Value:
+        box = [value if self.leads else None]
+        with _told(self.rank):
+            self.dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]  # type: ignore[return-value]
+
+    def follow(self, module: nn.Module) -> None:
+        state = module.state_dict()
+        with _told(self.rank), torch.no_grad():
+            for value in state.values():
+                self.dist.broadcast(value, src=0)
+        if not self.leads:
+            module.load_state_dict(state)  # for what it notes: which ranges are set
+
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        if not self.leads:
+            self.agreed(None)
+        yield
+        if self.leads:
+            self.agreed(None)
+
+
+@contextmanager
+def _told(rank: int) -> Iterator[None]:
+    """RankError where torch reports, in its own words, that another process is gone."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} lost another rank, whose own message says why: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def are_started() -> bool:
+    """Whether this process was started by torchrun, as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def is_leader() -> bool:
+    """Whether this process leads; asks the environment, before there is a group."""
+    return not are_started() or os.environ["RANK"] == "0"
+
+
+def local_device() -> str | None:
+    """The GPU of this process among those of its machine; None if it is alone, or there is none."""
+    if not are_started() or not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Ranks]:
+    """The group of this process; ended with the block, unless it was there before."""
+    if not are_started():
+        yield ALONE
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # by the caller
+        yield ProcessGroup()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    one_each = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    with _told(int(os.environ["RANK"])):  # NCCL takes a GPU for each rank; gloo sums on the CPU whatever there is
+        dist.init_process_group("cpu:gloo,cuda:nccl" if one_each else "gloo", timeout=_PATIENCE)
+    try:
+        yield ProcessGroup()
+    finally:
+        dist.destroy_process_group()

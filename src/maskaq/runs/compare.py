@@ -1,0 +1,424 @@
+"""Several recipes on one model, side by side: runs what is not there yet, one row after another, and measures each.
+
+A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl what it
+gave. A row with a line is not run again, but measured on folders of images that it has not been on. A row that another
+process works on is left to it, so several processes may share one OUT.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.artifact.saved import from_pretrained, read_config
+from maskaq.errors import BusyError, DataError, MaskaqError, RecipeError
+from maskaq.models import expose
+from maskaq.progress import Progress
+from maskaq.recipe.schema import Recipe, load_recipe
+from maskaq.runs.provenance import commit, pick_device
+from maskaq.runs.quantize import quantize
+from maskaq.storage.files import lines_of, locked, write_bytes_atomic
+from maskaq.storage.runfolder import QUANTIZED, RunFolder
+from maskaq.tasks import task_of
+
+ROWS_FILE = "rows.jsonl"
+_FEWEST_IMAGES = 8
+
+Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Tensor]]]
+"""A model and the name of a folder -> its images and labels."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of a comparison."""
+
+    name: str
+    model: str
+    recipe: str
+    bits: str
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+
+
+def read_rows(file: str | Path) -> list[Row]:
+    """The rows of a file: `name | model | recipe | bits | seed | key=value ...` in each line; # begins a comment."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the rows in {file}: {error}") from error
+    lines = [line.split("#")[0].strip() for line in text.splitlines()]
+    rows = [_row(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line]
+    names = [row.name for row in rows]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise RecipeError(f"{file}: expected a name of its own for each row, got {twice!r} more than once")
+    return rows
+
+
+def _row(line: str, where: str) -> Row:
+    parts = [part.strip() for part in line.split("|")]
+    if len(parts) != 6 or not re.fullmatch(r"[\w.+-]*\w", parts[0]) or not parts[4].isdecimal():
+        raise RecipeError(
+            f"{where}: expected NAME | model | recipe | bits | SEED | key=value ..., with a plain name, got: {line}"
+        )
+    name, model, recipe, bits, seed, overrides = parts
+    return Row(name, model, recipe, bits, int(seed), tuple(overrides.split()))
+
+
+def rows_of(
+    model: str, recipes: Sequence[str], bits: Sequence[str], seeds: Sequence[int], overrides: Sequence[str] = ()
+) -> list[Row]:
+    """Every recipe at every width with every seed, the first seed of all of them first."""
+    rows = []
+    for seed in seeds:
+        for width in bits:
+            for recipe in recipes:
+                plain = re.sub(r"[^\w.+-]+", "-", recipe).strip("-.+")
+                name = f"{plain}-{width.replace(':', '-')}-{seed}"
+                rows.append(Row(name, model, recipe, width, seed, tuple(overrides)))
+    return rows
+
+
+def scaled(recipe: Recipe, scale: float) -> Recipe:
+    """The recipe with this share of its images, and all else as it is: synthesis and calibration cost that share."""
+    if scale == 1 or not recipe.synthesis.images:
+        return recipe
+    images = min(recipe.synthesis.images, max(_FEWEST_IMAGES, round(recipe.synthesis.images * scale)))
+    batch = min(recipe.synthesis.batch, images)
+    return replace(recipe, synthesis=replace(recipe.synthesis, images=images, batch=batch))
+
+
+@dataclass
+class Line:
+    """What a row gave, as OUT/rows.jsonl has it."""
+
+    name: str
+    model: str
+    recipe: str
+    bits: str
+    seed: int
+    overrides: list[str] = field(default_factory=list)
+    scale: float = 1.0
+    images: str = ""
+    """How many, and the steps of each round."""
+    data_free: bool = True
+    top1: dict[str, float] = field(default_factory=dict)
+    """Folder of images -> headline figure: top-1 in percent, or cosine similarity."""
+    hits: dict[str, str] = field(default_factory=dict)
+    """Folder -> one character per image: 1 where the model is right."""
+    kl: dict[str, float] = field(default_factory=dict)
+    """Folder -> mean distance of Q's outputs to P's."""
+    seconds: float = 0.0
+    handover: dict[str, Any] | None = None
+    device: str = ""
+    commit: str | None = None
+    failed: str = ""
+    """Why there is no model."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Line":
+        known = {key: value for key, value in values.items() if key in cls.__dataclass_fields__}
+        return cls(**known)
+
+
+class Comparison:
+    """The rows of a folder, those that are done and those to do.
+
+    Args:
+        model: the full-precision model of all rows.
+        batches: evaluation images; without folders nothing is measured.
+        folders: names of evaluation folders, as `batches` takes them.
+        keep_images: keep the images and checkpoints of every run, which are most of its bytes.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        model: nn.Module,
+        rows: Sequence[Row],
+        *,
+        source: Mapping[str, Any],
+        batches: Batches | None = None,
+        folders: Sequence[str] = (),
+        scale: float = 1.0,
+        device: str | None = None,
+        fast: bool | None = None,
+        keep_images: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        self.out = Path(out)
+        self.model = model
+        self.rows = list(rows)
+        self.source = dict(source)
+        self.batches = batches
+        self.folders = list(folders)
+        self.scale = scale
+        self.device = pick_device(device)
+        self.fast = fast
+        self.keep_images = keep_images
+        self.progress = progress or Progress()
+        self.task = task_of(model)
+        self._expected: dict[str, Tensor] = {}
+        self._images: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.recipes = {row.name: self._recipe(row) for row in rows}  # a wrong one fails before anything is run
+        self.out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def file(self) -> Path:
+        return self.out / ROWS_FILE
+
+    def lines(self) -> dict[str, Line]:
+        """Row name -> what it gave, of the rows that are done."""
+        return {line["name"]: Line.from_dict(line) for line in lines_of(self.file)}
+
+    def run(self, limit: float = math.inf) -> Iterator[Line]:
+        """Do what is to do, and give the line of each row when it is there. No row begins after `limit` seconds."""
+        began = time.monotonic()
+        for row in self.rows:
+            line = self.lines().get(row.name)
+            if line is not None and not line.failed:
+                self._check_same(row, line)
+                if any(folder not in line.top1 for folder in self.folders):
+                    self._measure(line, from_pretrained(self.out / row.name / QUANTIZED, self.model).to(self.device))
+                    self._write(line)
+                yield line
+            elif time.monotonic() - began > limit:
+                self.progress.note(f"{row.name}: not begun, the time is up")
+            else:
+                try:
+                    yield self._run(row)
+                except BusyError:
+                    self.progress.note(f"{row.name}: another process is at work on it")
+
+    def _run(self, row: Row) -> Line:
+        recipe = self.recipes[row.name]
+        line = Line(
+            **{**asdict(row), "overrides": list(row.overrides)},
+            scale=self.scale,
+            images=f"{recipe.synthesis.images} x {_steps(recipe)}",
+            data_free=recipe.data_free,
+            device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            commit=commit(),
+        )
+        folder = self.out / row.name
+        spent = _spent(folder)
+        began = time.monotonic()
+        try:
+            result = quantize(
+                self.model,
+                recipe,
+                folder,
+                seed=row.seed,
+                device=self.device,
+                progress=self.progress,
+                source=self.source,
+                fast=self.fast,
+                keep="last",  # a method that makes the model worse is shown as it is
+            )
+        except BusyError:
+            raise
+        except MaskaqError as error:  # a method that diverges is a result, too
+            line.failed = str(error)
+            self._write(line)
+            return line
+        line.seconds = round(spent + time.monotonic() - began, 1)
+        line.handover = read_config(folder / QUANTIZED)["made"].get("handover")
+        self._measure(line, result.model.eval())
+        self._write(line)
+        if not self.keep_images:
+            for name in ("images", "checkpoints"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return line
+
+    def _recipe(self, row: Row) -> Recipe:
+        folders = {f"{{{i}}}": os.path.abspath(data) for i, data in enumerate(self.folders)}
+        name = re.sub(r"\{\d\}", lambda found: folders.get(found[0], found[0]), row.recipe)
+        return scaled(load_recipe(name, *row.overrides, bits=row.bits), self.scale)
+
+    def _check_same(self, row: Row, line: Line) -> None:
+        asked = (row.model, row.recipe, row.bits, row.seed, list(row.overrides), self.scale)
+        found = (line.model, line.recipe, line.bits, line.seed, line.overrides, line.scale)
+        if asked != found:
+            raise RecipeError(
+                f"{self.file}: {row.name} is of {found}, and {asked} is asked for: give the row another name, or "
+                "choose another --out"
+            )
+
+    @torch.no_grad()
+    def _measure(self, line: Line, model: nn.Module) -> None:
+        for folder in self.folders:
+            if folder in line.top1:
+                continue
+            outputs, labels = self._outputs(model, folder), torch.cat([y for _, y in self.images_of(folder)])
+            expected = self._teachers(folder)
+            line.kl[folder] = self.task.distance(expected, outputs).mean().item()
+            if self.task.name == "classification":
+                right = outputs.argmax(dim=1) == labels
+                line.hits[folder] = "".join("01"[hit] for hit in right.tolist())
+                line.top1[folder] = 100 * right.float().mean().item()
+            else:
+                line.top1[folder] = self.task.agreement(expected, outputs).mean().item()
+
+    def full_precision(self) -> dict[str, float]:
+        """Folder -> headline figure of P."""
+        found = {}
+        for folder in self.folders:
+            labels = torch.cat([y for _, y in self.images_of(folder)])
+            hits = self._teachers(folder).argmax(dim=1) == labels
+            found[folder] = 100 * hits.float().mean().item() if self.task.name == "classification" else 1.0
+        return found
+
+    def _teachers(self, folder: str) -> Tensor:
+        if folder not in self._expected:
+            self._expected[folder] = self._outputs(expose(self.model).to(self.device), folder)
+        return self._expected[folder]
+
+    @torch.no_grad()
+    def _outputs(self, model: nn.Module, folder: str) -> Tensor:
+        return torch.cat([model(x.to(self.device)).float().cpu() for x, _ in self.images_of(folder)])
+
+    def images_of(self, folder: str) -> list[tuple[Tensor, Tensor]]:
+        """The batches of a folder, read once."""
+        assert self.batches is not None
+        if folder not in self._images:
+            self._images[folder] = list(self.batches(self.model, folder))
+        return self._images[folder]
+
+    def _write(self, line: Line) -> None:
+        """Add a line, or replace the one of the same row; other processes may do so at the same time."""
+        with locked(self.out / "rows.lock"):
+            kept = self.lines() | {line.name: line}
+            text = "".join(json.dumps(asdict(found)) + "\n" for found in kept.values())
+            write_bytes_atomic(self.file, text.encode())
+
+
+def _steps(recipe: Recipe) -> str:
+    if recipe.synthesis.generator.steps:
+        return f"generator of {recipe.synthesis.generator.steps} steps"
+    return " + ".join(str(recipe.steps_in_round(number)) for number in range(len(recipe.rounds)))
+
+
+def _spent(folder: Path) -> float:
+    """Seconds that earlier calls have spent on a run, as its events tell."""
+    if not (folder / "run.json").exists():
+        return 0.0
+    return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
+
+
+# ---- tables
+
+
+def common_overrides(lines: Sequence[Line]) -> list[str]:
+    """The overrides that all rows have: a table says them once."""
+    first, *others = [line.overrides for line in lines] or [[]]
+    return [word for word in first if all(word in found for found in others)]
+
+
+def label_of(line: Line, common: Sequence[str]) -> str:
+    """What a table calls a row, whatever its seed."""
+    return " ".join((line.recipe, *(word for word in line.overrides if word not in common)))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe at one width, over all its seeds."""
+
+    label: str
+    bits: str
+    seeds: int
+    figures: dict[str, float]
+    """Folder -> mean over seeds."""
+    mean: float | None
+    """Over folders and seeds; calibrated on a folder of real images, over the other folders."""
+    error: float | None
+    """Standard error: of the images, and of the seeds where there are several."""
+    difference: tuple[float, float] | None
+    """From the first entry of the width, paired image by image, and its standard error."""
+    kl: float | None
+    seconds: float
+    images: str
+    data_free: bool
+    failed: str = ""
+
+
+def entries(lines: Iterable[Line]) -> list[Entry]:
+    """The lines of each recipe and width together, in the order they come."""
+    lines = list(lines)
+    common = common_overrides(lines)
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.bits, label_of(line, common)), []).append(line)
+    first: dict[str, list[Line]] = {}
+    found = []
+    for (bits, label), group in sorted(groups.items(), key=lambda item: item[0][0]):
+        done = [line for line in group if not line.failed]
+        base = first.setdefault(bits, done) if done else []
+        found.append(_entry(label, bits, group, done, [] if base is done else base))
+    return found
+
+
+def _entry(label: str, bits: str, group: list[Line], done: list[Line], base: list[Line]) -> Entry:
+    folders = list(dict.fromkeys(folder for line in done for folder in line.top1))
+    seen = {folder for folder in folders if os.path.abspath(folder) in label or f"{{{folders.index(folder)}}}" in label}
+    fair = [folder for folder in folders if folder not in seen]
+    figures = {folder: _mean([line.top1[folder] for line in done if folder in line.top1]) for folder in folders}
+    means = [_mean([line.top1[folder] for folder in fair]) for line in done if all(f in line.top1 for f in fair)]
+    images = sum(len(done[0].hits.get(folder, "")) for folder in fair) if done else 0
+    mean = _mean(means) if means and fair else None
+    error = None
+    if mean is not None and images:
+        sampling = 100 * math.sqrt(max(0.0, mean / 100 * (1 - mean / 100)) / images)
+        error = math.hypot(sampling, _standard_error(means))
+    kls = [value for line in done for folder, value in line.kl.items() if folder in fair]
+    return Entry(
+        label=label,
+        bits=bits,
+        seeds=len(done),
+        figures=figures,
+        mean=mean,
+        error=error,
+        difference=_paired(done, base, fair),
+        kl=_mean(kls) if kls else None,
+        seconds=_mean([line.seconds for line in done]) if done else 0.0,
+        images=group[0].images,
+        data_free=group[0].data_free,
+        failed=group[0].failed if not done else "",
+    )
+
+
+def _paired(lines: list[Line], base: list[Line], folders: Sequence[str]) -> tuple[float, float] | None:
+    """Mean difference in points on the same images and seeds, and its standard error over images."""
+    others = {line.seed: line for line in base}
+    gaps: list[list[int]] = []
+    for line in lines:
+        other = others.get(line.seed)
+        if other is None or not all(folder in line.hits and folder in other.hits for folder in folders) or not folders:
+            continue
+        mine, theirs = ("".join(found.hits[folder] for folder in folders) for found in (line, other))
+        if len(mine) == len(theirs):
+            gaps.append([int(a) - int(b) for a, b in zip(mine, theirs, strict=True)])
+    if not gaps:
+        return None
+    per_image = [100 * sum(column) / len(gaps) for column in zip(*gaps, strict=True)]
+    return _mean(per_image), _standard_error(per_image)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))

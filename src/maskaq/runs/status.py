@@ -1,0 +1,116 @@
+"""How far a run is, and who works on it: read from its folder, from any machine."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from maskaq.recipe.schema import Recipe, recipe_from_dict
+from maskaq.storage.leases import Leases
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder
+
+
+@dataclass(frozen=True)
+class Working:
+    """A worker, as its lease and what it has done so far show it."""
+
+    name: str
+    does: str
+    """What it holds a lease of; empty if nothing."""
+    silent: float | None
+    """Seconds since it last touched its lease, by this machine's clock; None without a lease."""
+    shards: int
+    """That it has made, in all rounds."""
+    rate: float
+    """Images times steps per second, while it made them."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run as it is now."""
+
+    folder: str
+    stage: str
+    """What is going on: `synthesize`, `calibrate`, `finished`."""
+    round: int
+    rounds: int
+    shards: int
+    """Of the current round."""
+    shards_in_round: int
+    epochs: int
+    epochs_in_all: int
+    workers: list[Working]
+    left: float | None
+    """Seconds that the rest will take at the rates seen; None if too little was seen."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def status(folder: str | Path) -> Status:
+    """What the folder of a run tells; writes nothing."""
+    run = RunFolder.read(folder)
+    recipe = recipe_from_dict(run.identity["recipe"])
+    events = [event for event in run.events() if isinstance(event, dict)]
+    finished = run.path(QUANTIZED).exists()
+    epochs = max((int(e["epoch"]) + 1 for e in events if "epoch" in e), default=max(run.checkpoints(), default=0))
+    epochs = recipe.epochs if finished else min(epochs, recipe.epochs)
+    rounds = range(len(recipe.rounds))
+    last = max((index for index in rounds if run.order(index) is not None or run.shards(index)), default=0)
+    here = len(rounds) - 1 if finished else last
+    in_round = -(-recipe.synthesis.images // recipe.synthesis.batch)
+    shards = len(run.shards(here))
+    stage = "finished" if finished else "synthesize" if shards < in_round else "calibrate"
+    workers = [] if finished else list(_workers(run, recipe, events))
+    return Status(
+        folder=str(folder),
+        stage=stage,
+        round=here + 1,
+        rounds=len(rounds),
+        shards=shards,
+        shards_in_round=in_round,
+        epochs=epochs,
+        epochs_in_all=recipe.epochs,
+        workers=workers,
+        left=0.0 if finished else _left(recipe, here, shards / in_round, epochs, workers, events),
+    )
+
+
+def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]]) -> Iterable[Working]:
+    """Those who hold a lease."""
+    held = Leases(run.path("leases")).all()
+    made: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if {"shard", "worker", "seconds", "round"} <= event.keys():
+            first = event["shard"] * recipe.synthesis.batch
+            count = min(recipe.synthesis.batch, recipe.synthesis.images - first)
+            steps = max(1, recipe.steps_in_round(event["round"]))
+            made.setdefault(event["worker"], []).append((count * steps, event["seconds"]))
+    does: dict[str, list[str]] = {}
+    touched: dict[str, float] = {}
+    for name, lease in held.items():
+        worker = str(lease.worker or "not yet known")
+        does.setdefault(worker, []).append("leads the run" if name == LEADER else name.replace("_", " "))
+        touched[worker] = max(touched.get(worker, 0.0), lease.touched)
+    for worker, what in does.items():
+        work = made.get(worker, [])
+        seconds = sum(took for _, took in work)
+        rate = sum(count for count, _ in work) / seconds if seconds else 0.0
+        yield Working(worker, ", ".join(what), time.time() - touched[worker], len(work), rate)
+
+
+def _left(
+    recipe: Recipe, here: int, done: float, epochs: int, workers: list[Working], events: list[dict[str, Any]]
+) -> float | None:
+    """Images at the rates of those who work now, epochs at the pace of the latest ones."""
+    images = recipe.synthesis.images
+    steps = recipe.steps_in_round(here) * (1 - done) + sum(
+        map(recipe.steps_in_round, range(here + 1, len(recipe.rounds)))
+    )
+    rate = sum(worker.rate for worker in workers)
+    paces = [e["seconds"] for e in events if {"epoch", "seconds"} <= e.keys()][-20:]
+    if (steps and not rate) or (epochs < recipe.epochs and not paces):
+        return None
+    return (images * steps / rate if steps else 0.0) + (recipe.epochs - epochs) * (median(paces) if paces else 0.0)

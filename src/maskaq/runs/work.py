@@ -1,0 +1,137 @@
+"""Help a run that another process leads: make images of it, by leases, until it is finished."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskaq.engine import Engine, pick_engine
+from maskaq.errors import RunFolderError
+from maskaq.images.folder import FolderImages
+from maskaq.images.source import ImageSource
+from maskaq.images.stored import StoredImages, StudentHistory
+from maskaq.images.synthesis import Synthesizer
+from maskaq.progress import Progress
+from maskaq.quant.twin import quantized_twin
+from maskaq.runs.opened import OpenedRun, open_run
+from maskaq.runs.provenance import check_alike, pick_device, surroundings
+from maskaq.runs.torch_modes import own_torch_modes
+from maskaq.storage.leases import SECONDS, check_shared
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+@own_torch_modes()
+def work(
+    run: OpenedRun | str | Path,
+    *,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    fast: bool | None = None,
+    lease: float = SECONDS,
+    wait: float = 60.0,
+    any_device: bool = False,
+) -> int:
+    """Make images of a run, beside the process that leads it and any number of others; how many shards were made.
+
+    Comes back when the run is finished. A worker may begin late, be stopped or be killed at any time.
+
+    Args:
+        lease: seconds after which others make what this process has begun, when it is gone.
+        wait: seconds without work, and without a process that leads the run, after which it comes back all the same.
+        any_device: work on another kind of device, too: its images differ from the leader's in their last bits.
+    """
+    progress = progress or Progress()
+    opened = run if isinstance(run, OpenedRun) else open_run(run)
+    device = pick_device(device)
+    check_shared(opened.folder)
+    with RunFolder.join(opened.folder, lease) as folder:
+        engine = pick_engine(device, fast, progress)
+        ours = surroundings(device) | {"engine": engine.name}
+        check_alike(folder, ours, any_device)
+        return _Helper(opened, folder, engine, device, progress, partial(check_alike, folder, ours, any_device)).help(
+            wait
+        )
+
+
+def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> None:
+    """Wait until a run has begun, at most so long: a worker may be started before the process that leads it."""
+    until = time.monotonic() + seconds
+    if not Path(run, "run.json").exists():
+        tell(f"waiting for {run} to begin")
+    while not Path(run, "run.json").exists() and time.monotonic() < until:
+        time.sleep(min(SECONDS_BETWEEN_LOOKS, max(0.0, until - time.monotonic())))
+
+
+class _Helper:
+    """The models of a run, and the one thing they are good for here: its images."""
+
+    def __init__(
+        self,
+        opened: OpenedRun,
+        folder: RunFolder,
+        engine: Engine,
+        device: torch.device,
+        progress: Progress,
+        check: Callable[[], None],
+    ) -> None:
+        self.folder = folder
+        self.progress = progress
+        self.check = check
+        self.recipe = recipe = opened.recipe
+        teacher = opened.teacher().to(device)
+        plan = opened.plan()
+        student = quantized_twin(teacher, recipe.quantization, plan)
+        source: ImageSource
+        if recipe.data_free:
+            source = Synthesizer(teacher, student, recipe, seed=opened.seed, progress=progress, engine=engine)
+        else:
+            source = FolderImages(teacher, recipe, seed=opened.seed, progress=progress)
+        self.history = StudentHistory(folder, teacher, student, recipe, plan, opened.seed)
+        self.history.epoch = -1  # at the start of no round yet
+        self.images = StoredImages(folder, source, self.history)
+        self.found: dict[int, Shard] = {}
+        self.entered: tuple[Any, ...] = ()
+
+    def help(self, wait: float) -> int:
+        """Make images until the run is finished; the number of shards that were made."""
+        idle = time.monotonic()
+        while not self.folder.path(QUANTIZED).exists():
+            round_index = self._latest_round()
+            if round_index is not None and self._enter(round_index) and self.images.make_some(round_index, self.found):
+                idle = time.monotonic()
+                continue
+            if self.folder.leases.is_held(LEADER):
+                idle = time.monotonic()
+            elif time.monotonic() - idle > wait:
+                self.progress.note(f"nobody leads {self.folder.root}, and it has no work: leaving")
+                break
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        return self.images.made
+
+    def _latest_round(self) -> int | None:
+        rounds = range(len(self.recipe.rounds))
+        return max((index for index in rounds if self.folder.order(index) is not None), default=None)
+
+    def _enter(self, round_index: int) -> bool:
+        """Bring the student to the start of a round; False if the round is over."""
+        order = self.folder.order(round_index) or {}
+        entering = (round_index, order.get("against"), self.folder.path("run.json").stat().st_mtime_ns)
+        if entering == self.entered:
+            return True
+        self.check()  # the run may have been taken up by another version meanwhile
+        if not self.history.enter(round_index):
+            return False
+        if self.images.made_against(round_index) != order.get("against"):
+            raise RunFolderError(
+                f"{self.folder.root}: the images of round {round_index} are made against another student than this "
+                "machine computes: use the same kind of device, as many threads and the same versions as its leader"
+            )
+        self.entered, self.found = entering, {}
+        work = self.recipe.synthesis.images * max(1, self.recipe.steps_in_round(round_index))
+        self.progress.stage(f"{self.images.source.stage}, round {round_index + 1} of {len(self.recipe.rounds)}", work)
+        return True

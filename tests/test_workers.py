@@ -1,0 +1,374 @@
+"""Several workers, one run: leases, and images that do not depend on who makes them."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from helpers import VIT, VIT_ARGS, assert_same_run, hook, in_process, rewrite_run_json, small_recipe, tiny_vit
+
+from maskaq.cli.main import main
+from maskaq.errors import RunFolderError
+from maskaq.runs import work as working
+from maskaq.runs.quantize import quantize
+from maskaq.runs.status import status
+from maskaq.runs.work import work
+from maskaq.storage import leases as leasing
+from maskaq.storage.files import write_bytes_atomic
+from maskaq.storage.leases import Leases, Worker, check_shared
+from maskaq.storage.runfolder import LEADER, RunFolder
+
+RECIPE = small_recipe("synthesis.images=12", "synthesis.batch=2", "calibration.batch=6")
+"""Two rounds of 6 shards, with two epochs after each."""
+ELSEWHERE = Worker(host="elsewhere", machine="ffffffff", pid=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The tiny model as a file, which every worker loads."""
+    file = tmp_path_factory.mktemp("model") / "tiny.safetensors"
+    safetensors.torch.save_file(tiny_vit().state_dict(), file)
+    return {"name": VIT, "args": VIT_ARGS, "checkpoint": str(file)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, source):
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    lead(out, source)
+    return out
+
+
+def lead(out: Path, source: dict, **more) -> None:
+    quantize(tiny_vit(), RECIPE, out, device="cpu", source=source, checkpoint_seconds=0, report=False, **more)
+
+
+def lead_and_die(out: Path, source: dict, where: str, n: int) -> None:
+    hook(setattr, where, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    lead(out, source)
+
+
+def help_out(out: Path, lease: float = 60.0, fault: str = "", n: int = 1, wait: float = 30.0) -> None:
+    """A worker that has a fault, or none; exits with the number of shards it made."""
+    working.SECONDS_BETWEEN_LOOKS = 0.02
+    if fault == "killed":
+        hook(setattr, "maskaq.images.synthesis:Synthesizer._step", n, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    if fault == "full disk":
+        hook(setattr, "maskaq.storage.runfolder:RunFolder.write_shard", n, fill_the_disk)
+    if fault.startswith("clock"):
+        shift_clock(float(fault.split()[1]))
+    working.wait_for(out, 30, print)
+    try:
+        os._exit(work(out, device="cpu", lease=lease, wait=wait))
+    except RunFolderError as error:
+        (out.parent / "refused").write_text(str(error))
+        os._exit(100)
+
+
+def fill_the_disk() -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full
+
+
+def shift_clock(seconds: float) -> None:
+    """Files that this process touches have the time of a clock that is wrong."""
+    touch, now = os.utime, time.time
+    time.time = lambda: now() + seconds
+    os.utime = lambda path, *_, **__: touch(path, (now() + seconds, now() + seconds))
+
+
+def start(*args) -> multiprocessing.Process:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers", "maskaq.cli.running", "maskaq.runs.work"])
+    process = context.Process(target=help_out, args=args)
+    process.start()
+    return process
+
+
+def assert_same_bytes(a: Path, b: Path) -> None:
+    """The same images, file by file, and the same model."""
+    for path in (*a.glob("images/*/*.safetensors"), *a.glob("quantized/*.safetensors")):
+        assert path.read_bytes() == (b / path.relative_to(a)).read_bytes(), path
+    assert_same_run(a, b)
+
+
+def makers(out: Path) -> set[str]:
+    return {event["worker"] for event in RunFolder.read(out).events() if "shard" in event}
+
+
+# ---- runs
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """The leader begins its first shard when others have begun theirs."""
+
+    def wait(out: Path, others: int) -> None:
+        until = time.monotonic() + 30
+        while len(list((out / "leases").glob("round_*"))) <= others and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def arrange(out: Path, others: int) -> None:
+        hook(monkeypatch.setattr, "maskaq.images.stored:StoredImages._make", 1, lambda: wait(out, others))
+
+    return arrange
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_images_and_weights_are_the_same_bytes_for_any_number_of_workers(tmp_path, source, alone, together, workers):
+    out = tmp_path / "run"
+    together(out, workers)
+    helpers = [start(out) for _ in range(workers)]
+    lead(out, source)
+    for helper in helpers:
+        helper.join()
+    assert_same_bytes(alone, out)
+    assert len(makers(out)) == 1 + workers and not (out / "leases").exists()
+
+
+def test_workers_finish_a_round_whose_leader_died_and_the_leader_takes_what_they_made(tmp_path, source, alone):
+    out = tmp_path / "run"
+    died = in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+    assert died == -signal.SIGKILL
+    assert in_process(help_out, out, 60.0, "", 1, 0.1) == 5
+    lead(out, source)
+    assert_same_bytes(alone, out)
+    shards = [event["shard"] for event in RunFolder.read(out).events() if "shard" in event and event["round"] == 0]
+    assert sorted(shards) == list(range(6)), "each was made once"
+    assert len(makers(out)) == 3
+
+
+@pytest.mark.parametrize("fault", ["killed", "full disk", "clock 600", "clock -600"])
+def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
+    out = tmp_path / "run"
+    together(out, 1)
+    helper = start(out, 1.0, fault, 2)
+    lead(out, source)
+    helper.join()
+    assert_same_bytes(alone, out)
+    if fault == "killed":
+        assert helper.exitcode == -signal.SIGKILL
+    elif fault == "full disk":
+        assert helper.exitcode == 100 and "disk full" in (tmp_path / "refused").read_text()
+    else:
+        assert helper.exitcode > 0, "it has made some of the images"
+
+
+def test_a_worker_that_was_overtaken_leaves_what_the_other_wrote(tmp_path, source, alone, monkeypatch):
+    """The lease expires while its owner lives: two write the shard, the first wins."""
+    out = tmp_path / "run"
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+    place = out / "images/round_00/shard_0001.safetensors"
+    first = (alone / place.relative_to(out)).read_bytes()
+    hook(monkeypatch.setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 1, lambda: place.write_bytes(first))
+    monkeypatch.setattr(working, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # begins with shard 1
+    assert work(out, device="cpu", wait=0.1) == 4, "all but the one of the leader and the one of the other"
+    assert len([e for e in RunFolder.read(out).events() if e.get("shard") == 1]) == 0
+    monkeypatch.undo()
+    lead(out, source)
+    assert_same_bytes(alone, out)
+
+
+@pytest.mark.parametrize("key", ["maskaq", "torch", "device", "commit"])
+def test_a_worker_whose_images_would_differ_is_refused(tmp_path, source, key):
+    out = tmp_path / "run"
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+
+    def change(text: str) -> str:
+        run = json.loads(text)
+        owner = run["facts"]["versions"] if key in ("maskaq", "torch") else run["facts"]
+        owner[key] = "another"
+        return json.dumps(run)
+
+    rewrite_run_json(out, change)
+    with pytest.raises(RunFolderError, match=f"{key} another there, .* here"):
+        work(out, device="cpu", wait=0.1)
+    if key == "device":
+        assert work(out, device="cpu", wait=0.1, any_device=True) == 5
+
+
+def test_a_worker_whose_student_differs_is_refused(tmp_path, source):
+    out = tmp_path / "run"
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+    order = out / "images/round_00/order.json"
+    order.write_text(json.dumps(json.loads(order.read_text()) | {"against": "0" * 64}))
+    with pytest.raises(RunFolderError, match="another student"):
+        work(out, device="cpu", wait=0.1)
+
+
+# ---- leases
+
+
+def test_a_lease_has_one_owner_until_it_is_given_back(tmp_path):
+    a, b = Leases(tmp_path), Leases(tmp_path)
+    assert a.claim("x") and not b.claim("x") and not a.claim("x")
+    a.release("x")
+    assert b.claim("x")
+    a.release("x")  # no longer its own
+    assert not a.claim("x")
+    b.close()
+    assert a.claim("x")
+    a.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_lease_of_a_silent_worker_passes_to_one_other_after_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(Leases, "_beat", lambda self: None)
+    silent = Leases(tmp_path, ELSEWHERE, seconds=0.2)
+    assert silent.claim("x")
+    others = [Leases(tmp_path) for _ in range(3)]
+    assert not any(other.claim("x") for other in others), "nobody knows yet that it is silent"
+    time.sleep(0.3)
+    assert [other.claim("x") for other in others] == [True, False, False]
+    silent.release("x")
+    assert not silent.claim("x"), "who lost a lease cannot give it back"
+
+
+def test_the_lease_of_a_dead_process_of_this_machine_passes_on_at_once(tmp_path):
+    gone = Leases(tmp_path, replace(Worker(), pid=in_process_pid()))
+    gone._create("x")
+    gone._stop.set()
+    assert Leases(tmp_path).claim("x")
+
+
+def in_process_pid() -> int:
+    """The number of a process that has ended."""
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return process.pid
+
+
+@pytest.mark.parametrize("wrong", [-600.0, 600.0])
+def test_a_wrong_clock_neither_loses_a_lease_nor_keeps_a_dead_one(tmp_path, monkeypatch, wrong):
+    touch = os.utime
+    monkeypatch.setattr(os, "utime", lambda path: touch(path, (time.time() + wrong,) * 2))
+    living, other = Leases(tmp_path, ELSEWHERE, seconds=0.3), Leases(tmp_path)
+    assert living.claim("x")
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert not other.claim("x")
+        time.sleep(0.02)
+    living._stop.set()
+    living._heart.join()
+    other.claim("x")
+    time.sleep(0.4)
+    assert other.claim("x")
+    other.close()
+
+
+def test_a_lease_that_was_taken_again_meanwhile_is_not_taken_away(tmp_path):
+    """Two found it expired; the slower one must not rob the quicker."""
+    slow, quick = Leases(tmp_path), Leases(tmp_path)
+    (tmp_path / "x.lease").write_text("")
+    expired = slow.read("x")
+    (tmp_path / "x.lease").unlink()
+    assert quick.claim("x")
+    assert not slow._take_away("x", expired)
+    assert quick.read("x").token == quick._token
+    quick.close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "[" * 9000])
+def test_a_lease_that_cannot_be_read_is_waited_for_and_then_taken(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(leasing, "SECONDS", 0.1)
+    (tmp_path / "x.lease").write_text(content)
+    leases = Leases(tmp_path)
+    assert not leases.claim("x")
+    time.sleep(0.2)
+    assert leases.claim("x")
+    leases.close()
+
+
+def test_the_leader_of_a_run_is_seen_by_others(tmp_path):
+    with RunFolder.open(tmp_path / "run", {}):
+        joined = RunFolder.join(tmp_path / "run")
+        assert joined.leases.is_held(LEADER)
+        with pytest.raises(RunFolderError, match="reading only"):
+            joined.write_json("metrics.json", {})
+    assert not joined.leases.is_held(LEADER)
+
+
+# ---- folders
+
+
+def test_the_first_of_two_writers_wins(tmp_path):
+    assert write_bytes_atomic(tmp_path / "x", b"first", replace=False)
+    assert not write_bytes_atomic(tmp_path / "x", b"second", replace=False)
+    assert (tmp_path / "x").read_bytes() == b"first" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_first_of_two_writers_wins_without_hard_links(tmp_path, monkeypatch):
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    test_the_first_of_two_writers_wins(tmp_path)
+
+
+def ignoring_exclusive(path, flags, *args, real=os.open, **more):
+    return real(path, flags & ~os.O_EXCL, *args, **more)
+
+
+def no_rename(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+@pytest.mark.parametrize(
+    ("name", "fake", "told"),
+    [
+        ("open", ignoring_exclusive, "O_EXCL"),
+        ("replace", no_rename, "rename"),
+        ("utime", lambda *_, **__: None, "time"),
+    ],
+)
+def test_a_folder_that_workers_cannot_share_is_refused(tmp_path, monkeypatch, name, fake, told):
+    check_shared(tmp_path)
+    monkeypatch.setattr(os, name, fake)
+    with pytest.raises(RunFolderError, match=f"cannot be shared .*{told}.*choose another --out"):
+        check_shared(tmp_path)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_machine_is_writing_stays_when_the_run_is_opened_again(tmp_path):
+    with RunFolder.open(tmp_path / "run", {}) as run:
+        root = run.root
+    recent, old = (root / f".shard.{pid}.ffffffff-01234567.tmp" for pid in (7, 8))
+    recent.touch()
+    old.touch()
+    os.utime(old, (time.time() - 4000,) * 2)
+    with RunFolder.open(root, {}):
+        assert recent.exists() and not old.exists()
+
+
+# ---- status
+
+
+def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alone, capsys):
+    done = status(alone)
+    assert (done.stage, done.round, done.shards, done.epochs, done.workers) == ("finished", 2, 6, 4, [])
+    out = tmp_path / "run"
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 3)
+    leases = Leases(out / "leases")
+    assert leases.claim("round_00-part_0004")
+    half = status(out)
+    assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
+    assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
+    assert any("leads the run" in worker.does and worker.rate > 0 for worker in half.workers)
+    leases.close()
+    in_process(help_out, out, 60.0, "", 1, 0.1)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(["status", str(out), "--json", str(tmp_path / "status.json")]) == 0
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
+    assert json.loads((tmp_path / "status.json").read_text())["stage"] == "calibrate"
+    assert "6 of 6 in this round" in capsys.readouterr().out

@@ -4,7 +4,7 @@
 
 Four measurements, each in processes of its own:
 
-* `images`: a run of one process, and the same run with a `maskaq work` on the same GPU: the same bytes?
+* `images`: a run of one process, the same once more, and with a `maskaq work` on the same GPU: the same bytes?
 * `idle`: the share of the time in which the GPU runs kernels while one worker makes images, from a profile of its
   steps; and the images per second of two workers at once, over those of one.
 * `steps`: seconds of a calibration step, captured in a CUDA graph: alone; with the sum over an NCCL group of one rank
@@ -36,7 +36,8 @@ from maskaq.recipe.schema import load_recipe
 from maskaq.runs.provenance import pick_device, surroundings
 from maskaq.storage.files import read_tensors, write_tensors
 
-RECIPE = ("quick", "synthesis.images=512", "synthesis.steps=20", "refresh.steps=10", "calibration.epochs=4")
+RECIPE = ("synthesis.steps=20", "refresh.every=0", "calibration.epochs=4")
+EMBEDDED = "cifar10_"
 
 
 def main() -> None:
@@ -45,8 +46,11 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="weights; without them random ones, which serve as well here")
     parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--images", type=int, default=1024, help="of the runs")
     parser.add_argument("--batch", type=int, default=256, help="of synthesis")
+    parser.add_argument("--calibration-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30, help="for which rates are measured")
     parser.add_argument("--only", help="images, idle, steps or ranks")
     parser.add_argument("--device")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -78,8 +82,8 @@ def main() -> None:
 
 
 def start(args: argparse.Namespace, part: str, **variables: str) -> subprocess.Popen:
-    words = [args.model, "--part", part, "--batch", args.batch, "--steps", args.steps, "--out", args.out]
-    for option in ("checkpoint", "device"):
+    words = [args.model, "--part", part, "--calibration-batch", args.calibration_batch]
+    for option in ("batch", "steps", "seconds", "out", "checkpoint", "device"):
         words += [f"--{option}", getattr(args, option)] if getattr(args, option) else []
     command = [sys.executable, __file__, *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
@@ -116,15 +120,16 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
     weights = args.out / "model.safetensors"
     if args.checkpoint:
         weights = Path(args.checkpoint)
-    else:
+    elif not args.model.startswith(EMBEDDED):
         import safetensors.torch
 
         safetensors.torch.save_file(model_of(args).state_dict(), weights)
     seconds = {}
-    for name, helps in (("alone", False), ("helped", True)):
+    for name, helps in (("alone", False), ("again", False), ("helped", True)):
         out = args.out / name
         shutil.rmtree(out, ignore_errors=True)
-        words = ["quantize", args.model, "--checkpoint", weights, "--recipe", RECIPE[0], "--set", *RECIPE[1:]]
+        words = ["quantize", args.model, *([] if args.model.startswith(EMBEDDED) else ["--checkpoint", weights])]
+        words += ["--recipe", "quick", "--set", f"synthesis.images={args.images}", *RECIPE]
         words += ["--out", out, "--no-report", *(["--device", args.device] if args.device else [])]
         helper = None
         began = time.monotonic()
@@ -137,11 +142,10 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
         if helper is not None:
             assert helper.wait() == 0
     files = sorted((args.out / "alone").glob("images/round_00/shard_*"))
-    differ = [
-        f.name
-        for f in files
-        if f.read_bytes() != (args.out / "helped" / f.relative_to(args.out / "alone")).read_bytes()
-    ]
+    differ = {
+        name: [f.name for f in files if f.read_bytes() != (args.out / name / "images/round_00" / f.name).read_bytes()]
+        for name in ("again", "helped")
+    }
     events = (args.out / "helped/events").glob("*.jsonl")
     helped = sum('"shard"' in line for file in events for line in file.read_text().splitlines())
     return {"shards": len(files), "differ": differ, "made by the helper": helped, "seconds": seconds}
@@ -151,7 +155,7 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_of(args: argparse.Namespace) -> torch.nn.Module:
-    if args.checkpoint:
+    if args.checkpoint or args.model.startswith(EMBEDDED):
         return maskaq.load_model(args.model, args.checkpoint)
     import timm
 
@@ -192,13 +196,13 @@ def part_profile(args: argparse.Namespace) -> dict[str, float]:
 
 
 def part_rate(args: argparse.Namespace) -> float:
-    """Images times steps per second, for half a minute, begun together with others."""
+    """Images times steps per second, begun together with others."""
     make = synthesis(args)
     Path(args.out, f"ready-{os.getpid()}").touch()
     while len(list(Path(args.out).glob("ready-*"))) < int(os.environ["WORKERS"]):
         time.sleep(0.01)
     began, done = time.monotonic(), 0
-    while time.monotonic() - began < 30:
+    while time.monotonic() - began < args.seconds:
         make.trial(args.batch, args.steps)
         done += args.batch * args.steps
     return done / (time.monotonic() - began)
@@ -215,10 +219,10 @@ def two_workers(args: argparse.Namespace) -> dict[str, float]:
 
 
 def part_step(args: argparse.Namespace) -> float:
-    """Seconds of a calibration step of 64 images."""
+    """Seconds of a calibration step."""
     teacher, student, recipe, engine = prepared(args)
-    fit = Calibrator(teacher, student, _shaped(recipe, 64, 1), engine=engine)
-    data = _images(geometry(teacher), 64 * 20)
+    fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
+    data = _images(geometry(teacher), args.calibration_batch * args.steps)
     if "INSIDE" in os.environ or "OUTSIDE" in os.environ:
         import torch.distributed as dist
 
@@ -229,14 +233,14 @@ def part_step(args: argparse.Namespace) -> float:
         fit.ranks.in_graphs = "INSIDE" in os.environ
     for _ in range(2):
         fit.epoch(data, 0)
-    return min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / 20
+    return min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / args.steps
 
 
 def part_epoch(args: argparse.Namespace) -> dict[str, Any]:
     """One epoch, alone or as one of two ranks: its losses, and the weights in a file of this rank."""
     teacher, student, recipe, engine = prepared(args)
-    fit = Calibrator(teacher, student, _shaped(recipe, 64, 1), engine=engine)
-    data = _images(geometry(teacher), 64 * 8)
+    fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
+    data = _images(geometry(teacher), args.calibration_batch * 8)
     with group.joined(fit.device) as ranks:
         fit.ranks = ranks
         losses = fit.epoch(data, 0)

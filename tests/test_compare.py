@@ -16,6 +16,7 @@ from maskaq.recipe.schema import load_recipe
 from maskaq.report import comparison as page
 from maskaq.runs import compare
 from maskaq.runs.compare import Comparison, Line, Row, entries, read_rows, rows_of, scaled
+from maskaq.storage.leases import Leases, Worker
 
 ROWS = Path(__file__).parent.parent / "benchmarks/rows"
 SMALL = (
@@ -63,11 +64,15 @@ def test_rows_of_recipes_cover_all_and_have_names_that_are_folders():
     assert [row.seed for row in rows] == [0] * 4 + [1] * 4
 
 
-def test_a_scale_is_a_share_of_the_images_and_of_nothing_else():
+def test_a_scale_is_a_share_of_the_images_or_of_a_generators_steps_and_of_nothing_else():
     paper = load_recipe("paper")
     small = scaled(paper, 0.1)
-    assert small.synthesis.images == 1000 and small.synthesis.steps == 2000 and small.calibration == paper.calibration
-    assert scaled(paper, 1.0) == paper and scaled(load_recipe("repq-vit"), 0.01).synthesis.images == 8
+    assert small.synthesis.images == 1000 and small.synthesis.steps == 2000 and len(small.rounds) == 7
+    assert (small.calibration.epochs, small.quantization) == (200, paper.quantization)
+    assert scaled(paper, 1.0) == paper and scaled(load_recipe("repq-vit"), 0.01).synthesis.images == 32
+    gdfq = scaled(load_recipe("gdfq"), 0.1)
+    assert (gdfq.calibration.interleave.iterations, gdfq.calibration.interleave.epochs) == (20, 400)
+    assert gdfq.synthesis.generator.steps == 1000 and scaled(paper, 0.1).synthesis.generator.steps == 0
 
 
 def test_the_papers_tables_have_the_papers_rows():
@@ -130,6 +135,39 @@ def test_a_row_that_another_process_works_on_is_left_to_it(tmp_path, monkeypatch
     monkeypatch.setattr(compare, "quantize", busy)
     assert list(comparison(tmp_path, rows("paper")).run()) == []
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_rows_are_shared_by_leases_and_those_of_the_dead_taken_up(tmp_path, monkeypatch):
+    """One row is another process's, who finishes it; one is of a process that died."""
+    mine, theirs, orphan = wanted = rows("paper", seeds=(0, 1, 2))
+    ran = []
+
+    def finished(row: Row) -> Line:
+        return Line(row.name, row.model, row.recipe, row.bits, row.seed, list(row.overrides), top1={"a": 1.0})
+
+    def run(self: Comparison, row: Row) -> Line:
+        ran.append(row.name)
+        if len(ran) == 2:  # the other process is through meanwhile
+            self._write(finished(theirs))
+            living.close()
+        self._write(finished(row))
+        return finished(row)
+
+    monkeypatch.setattr(Comparison, "_run", run)
+    living, dead = (Leases(tmp_path / "leases", worker) for worker in (Worker(machine="ffffffff"), Worker(pid=2**22)))
+    assert living.claim(theirs.name) and dead.claim(orphan.name)
+    dead._stop.set()
+    lines = list(comparison(tmp_path, wanted).run())
+    assert ran == [mine.name, orphan.name]
+    assert sorted(line.name for line in lines) == sorted(row.name for row in wanted)
+    assert not list((tmp_path / "leases").iterdir())
+
+
+def test_a_comparison_refuses_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RecipeError, match="torchrun"):
+        comparison(tmp_path, rows("paper"))
 
 
 def test_a_row_that_diverges_is_a_line_that_says_so_and_is_tried_again(tmp_path, monkeypatch):

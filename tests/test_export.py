@@ -35,11 +35,12 @@ needs_openvino = pytest.mark.skipif(
 )
 if not missing:
     import onnx
+    import onnxruntime
     from onnx import numpy_helper
 
     from maskaq.artifact.export.onnx import export_onnx, metadata_of
     from maskaq.artifact.export.runtimes import OnnxModel, bench_files, operators, products
-    from maskaq.artifact.export.verify import verify
+    from maskaq.artifact.export.verify import grids_of, verify
 
 
 def deployed(bits="w4a4", build=tiny_vit, *overrides):
@@ -118,6 +119,35 @@ def assert_stored_at(room, file, bits):
     low, high = -(1 << bits - 1), (1 << bits - 1) - 1
     values = np.concatenate([numpy_helper.to_array(t).astype(int).ravel() for t in codes])
     assert low <= values.min() and values.max() <= high and values.max() > 0
+
+
+@needs_onnx
+@pytest.mark.parametrize("bits", mostly_slow(["w4a8", "w4a4"], "w4a4"))
+def test_attention_multiplies_uint8_by_int8_which_cpus_have_instructions_for(bits, tmp_path):
+    model = deployed(bits, lambda: tiny_vit(depth=1))
+    file = export_onnx(model, tmp_path / "model.onnx")
+    graph = optimised_graph(file, tmp_path)
+    kinds = {i.name: i.data_type for i in graph.initializer}
+    byte, signed = onnx.TensorProto.UINT8, onnx.TensorProto.INT8
+    found = {}
+    for node in graph.node:
+        if node.op_type in ("MatMulIntegerToFloat", "QLinearMatMul"):
+            found |= {i: kinds[i] for i in node.input if i.endswith(("a_grid.zero_point", "b_grid.zero_point"))}
+    assert found == {
+        f"blocks.0.attn.{product}.{grid}_grid.zero_point": kind
+        for product in ("qk", "av")
+        for grid, kind in (("a", byte), ("b", signed))
+    }
+    assert sum(node.op_type == "QuantizeLinear" for node in graph.node) <= len(list(grids_of(model)))  # none is doubled
+
+
+def optimised_graph(file, folder):
+    """The graph that ONNX Runtime runs."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimised.onnx")
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    return onnx.load(options.optimized_model_filepath).graph
 
 
 @pytest.mark.slow
@@ -233,7 +263,7 @@ def test_a_failed_verification_leaves_no_file_and_the_old_one_untouched(vit, tmp
     file = tmp_path / "model.onnx"
     file.write_text("old")
 
-    def damaged(model, path, metadata):
+    def damaged(model, path, metadata, layout):
         return Path(path).write_bytes(b"nonsense") and path
 
     monkeypatch.setattr("maskaq.artifact.export.onnx.export_onnx", damaged)
@@ -563,3 +593,37 @@ def test_speeds_of_two_models_are_not_compared(vit, tmp_path, capsys):
     assert "of two models" in told and f"{other} (other)" in told
     assert main(["bench-runtime", str(one), "--threads", "100000"]) == 1
     assert "--threads 100000" in capsys.readouterr().err
+
+
+CLASSIFY = EXAMPLE.parent / "deploy" / "classify.py"
+
+
+@needs_onnx
+def test_the_small_program_names_five_classes_without_torch(tmp_path):
+    from PIL import Image
+
+    from maskaq import zoo
+
+    model = maskaq.load_model("cifar10_vit")
+    recipe = maskaq.load_recipe("demo", bits="w8a8")
+    teacher = maskaq.expose(model)
+    student = maskaq.quantized_twin(teacher, recipe.quantization)
+    maskaq.init_ranges_(student, maskaq.noise(teacher, n=32, seed=0), recipe.quantization)
+    small = deploy(student)
+    file = export_onnx(small, tmp_path / "m.onnx")
+    pixels, _ = zoo.test_images()
+    names = zoo.embedded_model("cifar10_vit").pretrained_cfg["label_names"]
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
+    words = [sys.executable, "-X", "importtime", str(CLASSIFY), str(file), str(tmp_path / "a.png")]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    first, *rows = found.stdout.splitlines()
+    assert first.endswith(" ms") and len(rows) == 5
+    best = small(geometry(small).normalise(pixels[:1].float() / 255)).softmax(dim=1)[0]
+    assert names[best.argmax()] in rows[0]
+    assert float(rows[0].split()[0]) == pytest.approx(100 * best.max().item(), abs=2)
+    assert "torch" not in {line.split("|")[-1].strip() for line in found.stderr.splitlines()}
+    (tmp_path / "b.png").write_text("no image")
+    told = subprocess.run([sys.executable, str(CLASSIFY), str(file), str(tmp_path / "b.png")], capture_output=True)
+    assert told.returncode == 1 and b"Traceback" not in told.stderr
+    told = subprocess.run([sys.executable, str(CLASSIFY), str(tmp_path / "b.png"), "x"], capture_output=True)
+    assert told.returncode == 1 and b"Traceback" not in told.stderr

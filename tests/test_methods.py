@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_run, mostly_slow, pair, small_recipe, tiny_swin, tiny_vit
+from PIL import Image
 from test_paper import seen_by
 from test_peers import PADDED
 from torch.autograd import gradcheck
@@ -411,13 +412,32 @@ def test_every_method_runs_on_its_own_and_is_saved_and_loaded(tmp_path, name, bu
         assert loaded(x).isfinite().all()
 
 
+DATA_DRIVEN = ("lsq", "repq-vit", "adalog", "brecq", "aphq-vit", "genq")
+
+
+@pytest.mark.parametrize("name", mostly_slow(DATA_DRIVEN, "genq"))
+def test_a_data_driven_method_takes_a_folder_of_images_and_says_that_it_is_not_data_free(tmp_path, name):
+    for number in range(4):
+        pixels = torch.randint(0, 256, (40, 36, 3), generator=torch.Generator().manual_seed(number)).byte()
+        Image.fromarray(pixels.numpy()).save(tmp_path / f"{number}.png")
+    own = load_recipe(f"{name}+images:{tmp_path}")
+    assert (
+        own.synthesis.images == load_recipe(name).synthesis.images and own.calibration == load_recipe(name).calibration
+    )
+    less = ["calibration.epochs=1"] * ("calibrate" in own.calibration.stages)
+    recipe = load_recipe(f"{name}+images:{tmp_path}", *TINY, *less)
+    result = quantize(tiny_vit(), recipe, tmp_path / "run", report=False)
+    assert json.loads((tmp_path / "run/run.json").read_text())["facts"]["data_free"] is False
+    assert result.images.labels.tolist() == [-1] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", ["cifar10_vit", "cifar10_swin"])
 def test_every_method_runs_on_the_embedded_models_and_is_exported(tmp_path, name, model):
     budgets = (name, f"demo+{name}")
     for number, budget in enumerate(budgets):
-        recipe = tiny(budget, "calibration.reconstruct.epochs=6", "synthesis.images=8")
+        recipe = tiny(budget, "calibration.reconstruct.epochs=8", "synthesis.images=8")
         out = tmp_path / str(number)
         result = quantize(maskaq.load_model(model), recipe, out, source={"name": model}, report=False)
         assert maskaq.from_pretrained(out / "quantized")(noise(result.model, 1, seed=0)).shape == (1, 10)

@@ -5,6 +5,7 @@ import errno
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from helpers import assert_same_run, small_recipe, tensors, tiny_vit
+from helpers import VIT, VIT_ARGS, assert_same_run, hook, small_recipe, tensors, tiny_vit
 
 import maskaq
 from maskaq import ranks as group
@@ -23,6 +25,7 @@ from maskaq.errors import MaskaqError
 from maskaq.images.augment import REACH, mix
 from maskaq.randomness import image_keys
 from maskaq.ranks import ALONE, Ranks
+from maskaq.runs import work as working
 from maskaq.runs.quantize import quantize
 
 RECIPE = small_recipe("synthesis.images=14", "synthesis.batch=2", "calibration.batch=8")
@@ -191,11 +194,7 @@ def test_an_error_of_the_leader_ends_all_ranks(tmp_path):
 
 def run_with_a_full_disk(out: Path) -> None:
     if os.environ["RANK"] == "1":
-
-        def full(*_: object) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.fsync = full
+        fill_the_disk()
     run(out)
 
 
@@ -205,6 +204,26 @@ def test_a_rank_with_a_full_disk_leaves_the_images_to_others_and_calibrates(tmp_
     for shard in (alone / "images/round_00").glob("shard_*"):
         assert shard.read_bytes() == (out / "images/round_00" / shard.name).read_bytes()
     assert not list((out / "events").glob("*")) if (out / "events").exists() else True
+
+
+def lead_with_a_full_disk(out: Path) -> None:
+    if os.environ["RANK"] == "0":
+        hook(setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 1, fill_the_disk)
+    run_and_tell(out, RECIPE)
+
+
+def fill_the_disk() -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full
+
+
+def test_an_error_of_the_leader_in_synthesis_ends_all_ranks(tmp_path):
+    out = tmp_path / "run"
+    assert in_ranks(2, lead_with_a_full_disk, out) == [1, 1]
+    assert "disk full" in Path(f"{out}.0").read_text()
+    assert Path(f"{out}.1").read_text().startswith("RankError")
 
 
 def run_as_another_version(out: Path) -> None:
@@ -217,6 +236,78 @@ def test_a_rank_of_another_version_is_refused(tmp_path):
     out = tmp_path / "run"
     assert in_ranks(2, run_as_another_version, out) == [1, 1]
     assert "maskaq 0.0.1 here" in Path(f"{out}.1").read_text().replace(f"{maskaq.__version__} there, ", "")
+
+
+# ---- kills at random moments: torchrun starts all ranks again when one dies, as is done here
+
+
+def help_out(out: Path) -> None:
+    """A worker without a rank."""
+    working.SECONDS_BETWEEN_LOOKS = 0.02
+    working.wait_for(out, 30, lambda _: None)
+    working.work(out, device="cpu", lease=1.0, wait=5.0)
+
+
+def run_of_a_file(out: Path, source: dict) -> None:
+    run(out, source=source, checkpoint_seconds=0, lease=1.0)
+
+
+class Team:
+    """Some ranks, and a worker beside them."""
+
+    def __init__(self, size: int, out: Path, source: dict) -> None:
+        self.size, self.out, self.source = size, out, source
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["helpers", "maskaq.cli.running", "maskaq.runs.work", "torch.distributed"])
+        self.helper = self.context.Process(target=help_out, args=(out,))
+        self.helper.start()
+        self.start()
+
+    def start(self) -> None:
+        port = free_port()
+        given = [(number, self.size, port, run_of_a_file, self.out, self.source) for number in range(self.size)]
+        self.ranks = [self.context.Process(target=rank, args=args) for args in given]
+        for process in self.ranks:
+            process.start()
+
+    def finish(self) -> None:
+        """Start all again when one has died, until none has."""
+        for _ in range(5):
+            while all(process.is_alive() for process in self.ranks):
+                time.sleep(0.01)
+            until = time.monotonic() + 60
+            while any(p.is_alive() for p in self.ranks) and not any(p.exitcode for p in self.ranks):
+                assert time.monotonic() < until, "a rank is stuck"
+                time.sleep(0.01)
+            if not any(process.exitcode for process in self.ranks):
+                break
+            for process in self.ranks:
+                process.kill()
+                process.join()
+            self.start()
+        self.helper.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ten_kills_at_random_moments_cost_nothing_but_time(tmp_path, size):
+    """Of any rank or of the worker beside them; thirty in all."""
+    file = tmp_path / "tiny.safetensors"
+    safetensors.torch.save_file(tiny_vit().state_dict(), file)
+    source = {"name": VIT, "args": VIT_ARGS, "checkpoint": str(file)}
+    undisturbed, began = tmp_path / "undisturbed", time.monotonic()
+    Team(size, undisturbed, source).finish()
+    took = time.monotonic() - began
+    chance = random.Random(size)
+    for trial in range(10):
+        out = tmp_path / str(trial)
+        team = Team(size, out, source)
+        time.sleep(chance.uniform(0.1, 1.0) * took)
+        chance.choice([*team.ranks, team.helper]).kill()
+        team.finish()
+        assert_same_run(out, undisturbed)
+        for shard in undisturbed.glob("images/*/shard_*"):
+            assert shard.read_bytes() == (out / shard.relative_to(undisturbed)).read_bytes()
 
 
 # ---- processes that `--workers` starts, and torchrun

@@ -4,15 +4,19 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
+import yaml
 from helpers import VIT, VIT_ARGS, assert_same_run, hook, in_process, rewrite_run_json, small_recipe, tiny_vit
 
+from maskaq.cli import main as cli
 from maskaq.cli.main import main
 from maskaq.errors import RunFolderError
 from maskaq.runs import work as working
@@ -170,7 +174,7 @@ def test_a_worker_that_was_overtaken_leaves_what_the_other_wrote(tmp_path, sourc
     first = (alone / place.relative_to(out)).read_bytes()
     hook(monkeypatch.setattr, "maskaq.storage.runfolder:RunFolder.write_shard", 1, lambda: place.write_bytes(first))
     monkeypatch.setattr(working, "SECONDS_BETWEEN_LOOKS", 0.02)
-    monkeypatch.setattr(os, "getpid", lambda: 1)  # begins with shard 1
+    monkeypatch.setattr(Leases, "place", 1)  # begins with shard 1
     assert work(out, device="cpu", wait=0.1) == 4, "all but the one of the leader and the one of the other"
     assert len([e for e in RunFolder.read(out).events() if e.get("shard") == 1]) == 0
     monkeypatch.undo()
@@ -289,6 +293,25 @@ def test_a_lease_that_cannot_be_read_is_waited_for_and_then_taken(tmp_path, monk
     leases.close()
 
 
+def test_work_is_shared_and_that_of_the_dead_taken_up(tmp_path):
+    done: list[tuple[str, str]] = []
+    names = list("abcdef")
+    dead = Leases(tmp_path, replace(Worker(), pid=in_process_pid()))
+    assert dead.claim("c")
+    dead._stop.set()
+
+    def is_done(name: str) -> bool:
+        return name in [what for what, _ in done]
+
+    one, other = (Leases(tmp_path).each(names, is_done, wait=0.01) for _ in range(2))
+    for who, shared in (("one", one), ("other", other)):
+        done.append((next(shared), who))  # both are at work on what they gave
+    for who, shared in (("one", one), ("other", other)):
+        done.extend((name, who) for name in shared)
+    assert sorted(what for what, _ in done) == names, "each was done once"
+    assert {who for _, who in done} == {"one", "other"}
+
+
 def test_the_leader_of_a_run_is_seen_by_others(tmp_path):
     with RunFolder.open(tmp_path / "run", {}):
         joined = RunFolder.join(tmp_path / "run")
@@ -372,3 +395,35 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
     assert json.loads((tmp_path / "status.json").read_text())["stage"] == "calibrate"
     assert "6 of 6 in this round" in capsys.readouterr().out
+
+
+def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path, source, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"name": "a", "seconds": 30}\n{"name": "b", "seconds": 50}\n{"na')
+    in_process(lead_and_die, tmp_path / "c", source, "maskaq.storage.runfolder:RunFolder.write_shard", 3)
+    leases = Leases(tmp_path / "leases")
+    assert leases.claim("c") and leases.claim("d")
+    found = status(tmp_path)
+    assert (found.done, found.seconds, list(found.rows)) == (2, 40, ["c", "d"])
+    assert [run.shards for run in found.runs] == [2]
+    assert main(["status", str(tmp_path)]) == 0 and "2 rows done, 0:40 each, 2 at work" in capsys.readouterr().out
+    leases.close()
+
+
+# ---- files for clusters
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_files_for_clusters_hold_commands_of_maskaq():
+    parse = cli._parser().parse_args
+    with open(EXAMPLES / "k8s.yaml") as file:
+        jobs = [part["spec"]["template"]["spec"] for part in yaml.safe_load_all(file) if part["kind"] == "Job"]
+    words = [job["containers"][0]["args"] for job in jobs]
+    lead, helps = (parse(list(map(str, command[1:]))) for command in words)
+    assert (lead.command, lead.workers, helps.command) == ("quantize", 8, "work")
+    assert lead.out == helps.folder, "both are of one run"
+    script = (EXAMPLES / "slurm.sh").read_text()
+    assert subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"]).returncode == 0
+    options = re.search(r"OPTIONS:-(.*)}", script)[1]
+    assert parse(["quantize", "deit_base_patch16_224", *options.split(), "--out", "run"]).command == "quantize"
+    assert parse(["work", *re.search(r"maskaq work (.*) &", script)[1].split()]).wait == 900

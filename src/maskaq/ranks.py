@@ -43,6 +43,9 @@ class Ranks:
         """The leader's value, which may be anything that can be pickled; until the leader has it, others sleep."""
         return value
 
+    def wait(self) -> None:
+        """Until all are here."""
+
     def follow(self, module: nn.Module) -> None:
         """Give the module the leader's parameters and buffers."""
 
@@ -78,6 +81,10 @@ class ProcessGroup(Ranks):
         with _told(self.rank):
             self.dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        with _told(self.rank):
+            self.dist.all_reduce(torch.zeros(1))  # on the CPU, where a wait is a sleep
 
     def follow(self, module: nn.Module) -> None:
         state = module.state_dict()

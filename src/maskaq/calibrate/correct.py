@@ -28,25 +28,23 @@ class Corrector(GradientFree):
             self.progress.note(f"activations not corrected: {streams}")
             return {"blocks": 0.0}
         writers = dict(writer for stream in streams for writer in stream.writers)
-        blocks = {layer.block: None for layer in self.geometry.layers}
+        rows = {layer.block: row for row, layer in enumerate(self.geometry.layers)}
         corrected = 0
-        for number, block in enumerate(blocks):
+        for block, row in rows.items():
             last = [name for name in writers if name.startswith(f"{block}.")][-1]
             layer: Any = self.student.get_submodule(last)
             if layer.bias is None:
                 continue
-            error = self._mean_error(images, list(blocks).index(block))
+            error = self._mean_error(images, row)
             if writers[last]:
                 gamma: Any = self.student.get_submodule(writers[last]).gamma
                 error = torch.where(gamma.abs() > _LEAST_SCALE, error / gamma, 0.0)
             layer.bias.add_(error)
-            corrected = number + 1
+            corrected += 1
         return {"blocks": float(corrected)}
 
-    def _mean_error(self, images: Tensor, place: int) -> Tensor:
-        """(C,) of the block at this place."""
-        index = [layer.block for layer in self.geometry.layers]
-        row = index.index(list(dict.fromkeys(index))[place])
+    def _mean_error(self, images: Tensor, row: int) -> Tensor:
+        """(C,) of the block that the layer of this number is in."""
         errors = []
         with frozen(self.student), taps(self.teacher, "blocks") as p, taps(self.student, "blocks") as q:
             for part in images.split(32):

@@ -62,6 +62,8 @@ class Reconstructor(Calibrator):
         self.unit = int(state["unit"])
         self.optimizer = self._optimizer()
         self.first.copy_(state["first"])
+        if "rounding" not in state:  # the unit was done: its weights are on their levels
+            self.roundings = []
         with torch.no_grad():
             for rounding, alpha in zip(self.roundings, state.get("rounding", ()), strict=True):
                 rounding.alpha.copy_(alpha)
@@ -264,7 +266,8 @@ class Rounding:
         self.layer = layer
         quantizer: Quantizer = layer.weight_quantizer
         with torch.no_grad():
-            self.scale = quantizer._grid(layer.weight)[0].detach()
+            scale, _ = quantizer.step(layer.weight.numel())
+            self.scale = scale.detach().reshape(-1, *[1] * (layer.weight.dim() - 1))
             steps = layer.weight.detach() / self.scale
             self.floor = steps.floor()
             share = (steps - self.floor).clamp(1e-4, 1 - 1e-4)

@@ -67,11 +67,10 @@ class Rectifier(GradientFree):
 
         with torch.no_grad():
             before = error(inputs, wanted).item()
-        lr = torch.tensor(own.lr)
-        optimizer = torch.optim.Adam(parameters, lr)
+        optimizer = torch.optim.Adam(parameters)
         key = randomness.fold(randomness.image_keys(self.seed, torch.arange(1)), f"relu {name}")
         for step in range(own.steps):
-            lr.fill_(own.lr * cosine(step / own.steps, 0.0))
+            optimizer.param_groups[0]["lr"] = own.lr * cosine(step / own.steps, 0.0)
             rows = randomness.uniform(randomness.fold(key, step), min(_TOKENS, len(inputs)))[0]
             chosen = (rows * len(inputs)).long().to(inputs.device)
             optimizer.zero_grad(set_to_none=True)

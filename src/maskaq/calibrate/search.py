@@ -40,11 +40,11 @@ class Searcher(GradientFree):
                 continue
             operands = self._operands(name, module, images)
             error = _error(module, operands)
-            before += error(None).mean().item()
+            before += error().mean().item()
             for _ in range(ROUNDS):
                 for part in parts:
                     _improve(part, error)
-            after += error(None).mean().item()
+            after += error().mean().item()
         return {"error_before": before, "error": after}
 
     def _operands(self, name: str, module: nn.Module, images: Tensor) -> list[Tensor]:
@@ -67,29 +67,29 @@ class Searcher(GradientFree):
         return [rows[:: -(-len(rows) // _ROWS)]]
 
 
-def _error(module: Any, operands: list[Tensor]) -> Callable[[Quantizer | None], Tensor]:
-    """A function of nothing but the layer's quantizers: squared error of each output channel, or of each head."""
+def _error(module: Any, operands: list[Tensor]) -> Callable[[], Tensor]:
+    """A function that gives the squared error of each output channel, or of each head, with the layer as it is."""
     with in_float(module):
         expected = module(*operands)
     axis = 1 if isinstance(module, Matmul | nn.Conv2d) else expected.dim() - 1
 
-    def error(_: Quantizer | None = None) -> Tensor:
+    def error() -> Tensor:
         difference = (module(*operands) - expected).square()
         return difference.movedim(axis, 0).flatten(1).mean(dim=1)
 
     return error
 
 
-def _improve(part: Quantizer, error: Callable[[Quantizer | None], Tensor]) -> None:
+def _improve(part: Quantizer, error: Callable[[], Tensor]) -> None:
     """Leave the quantizer with the best candidate; never worse than it was."""
     if isinstance(part, MinMax):
         return  # its range follows the weights
     for factors in (COARSE, FINE):
-        best, scale = error(part), part.scale.detach().clone()
+        best, scale = error(), part.scale.detach().clone()
         found = scale.clone()
         for factor in factors:
             part.scale.data.copy_(scale * factor)
-            now = error(part)
+            now = error()
             if len(now) == len(scale):  # each range by its own channels or heads
                 better = now < best
                 found, best = torch.where(better, scale * factor, found), torch.where(better, now, best)
@@ -97,9 +97,9 @@ def _improve(part: Quantizer, error: Callable[[Quantizer | None], Tensor]) -> No
                 found, best = scale * factor, now
         part.scale.data.copy_(found)
     for restore, change in _other_settings(part):
-        least = error(part).mean()
+        least = error().mean()
         change()
-        if not error(part).mean() < least:
+        if not error().mean() < least:
             restore()
 
 

@@ -5,16 +5,19 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation
-from maskaq.errors import DeviceError, ModelError
+from maskaq.errors import DataError, DeviceError, ModelError
 
-SUMMARY = "how fast exported files (.onnx, .xml) run on this CPU, beside float32"
+SUMMARY = "how fast exported files (.onnx, .xml, .pte) run on this CPU, beside float32 and other tools' quantizers"
 RESUMABLE = False
+_CALIBRATED_ON = 128  # images that other tools are given
+_VERIFIED_ON = 8
 _MOST_THREADS = 8  # of each core, that a measurement makes sense with
 
 
@@ -24,6 +27,8 @@ class Arguments:
     batch: tuple[int, ...]
     threads: int
     repeats: int
+    peers: bool
+    real: str | None
     json: str | None
     data: DataOptions
 
@@ -34,7 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=converters.path,
         metavar="FILE",
         nargs="+",
-        help="files of `maskaq export`, of one model at any bits",
+        help="files of `maskaq export`, of one model at any bits; with --peers one run folder",
+    )
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="the run's model beside that of ONNX Runtime's, NNCF's and torchao's own quantizers at 8 bits, where they "
+        "are installed, calibrated on the run's synthetic images",
+    )
+    parser.add_argument(
+        "--real",
+        type=converters.path,
+        metavar="DIR",
+        help="with --peers, as a reference: a folder of real images that they are calibrated on too",
     )
     positive = converters.positive
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 32], help="images at once (default: 1 32)")
@@ -55,13 +72,17 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.models.load import rebuild
     from maskaq.runs.opened import metrics
 
+    if arguments.real and not arguments.peers:
+        raise DataError("--real is for --peers, whose quantizers it feeds; to evaluate on real images: --data")
+    if arguments.peers:
+        _run_peers(arguments, invocation)
+        return
     names = arguments.files
     threads = arguments.threads
     repeats = arguments.repeats
     console = invocation.console
     architecture = _shared_architecture(names)
-    if threads > _MOST_THREADS * (os.cpu_count() or 1):
-        raise DeviceError(f"--threads {threads}: expected about as many as there are cores, {os.cpu_count()}")
+    _check_threads(threads)
     model: Any = rebuild(architecture)
     model.num_classes = runtimes.metadata_of(names[0]).get("classes", model.num_classes)  # 0: it gives features
     batches = evaluation_images(arguments.data)
@@ -85,6 +106,77 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
             "speeds": [speed.to_dict() for speed in speeds],
             "products": {file: asdict(count) for file, count in counts.items()},
         }
+        figures |= metrics(accuracy, str(arguments.data.data)) if accuracy else {}
+        write_figures(arguments.json, figures, invocation, torch.device("cpu"))
+
+
+def _check_threads(threads: int) -> None:
+    if threads > _MOST_THREADS * (os.cpu_count() or 1):
+        raise DeviceError(f"--threads {threads}: expected about as many as there are cores, {os.cpu_count()}")
+
+
+def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
+    """The run's model in ONNX Runtime and OpenVINO, beside what other tools make of the same full-precision model."""
+    import torch
+
+    from maskaq.artifact.export import export, runtimes
+    from maskaq.artifact.export.onnx import export_float
+    from maskaq.artifact.export.peers import available, make_peers
+    from maskaq.artifact.export.runtimes import Candidate
+    from maskaq.cli import console as draw
+    from maskaq.cli import resolve
+    from maskaq.cli.evaluation import Accuracy, evaluate, evaluation_images
+    from maskaq.cli.figures import write_figures
+    from maskaq.images.sets import folder_tensor, to_pixels
+    from maskaq.models import geometry
+    from maskaq.runs.opened import metrics, open_run
+
+    console, threads = invocation.console, arguments.threads
+    _check_threads(threads)
+    if len(arguments.files) != 1 or not resolve.is_run(arguments.files[0]):
+        raise ModelError("--peers expects one run folder: its full-precision model and images are needed")
+    opened = open_run(arguments.files[0])
+    plain: Any = opened.load_teacher()
+    opened.check_weights(plain)
+    ours: Any = opened.calibrated()
+    batches = evaluation_images(arguments.data)
+    loader = batches(plain) if batches else None
+    spec = geometry(ours)
+    sets = {"": spec.normalise(to_pixels(opened.images().images[:_CALIBRATED_ON]))}
+    if arguments.real:
+        sets["real images"] = folder_tensor(arguments.real, plain, _CALIBRATED_ON, arguments.data.crop_pct)
+    with tempfile.TemporaryDirectory() as folder, draw.progress_for(console) as progress:
+        place = Path(folder)
+        files = {"float32": export_float(plain, place / "float32.onnx")}
+        own = f"maskaq {opened.recipe.quantization.bits}"
+        images = sets[""][:_VERIFIED_ON]
+        for format, suffix in (("onnx", ".onnx"), ("openvino", ".xml")):
+            if format == "onnx" or "NNCF" in available():
+                export(ours, place / f"maskaq{suffix}", format, images)
+                files[f"{own}, {format}"] = place / f"maskaq{suffix}"
+        candidates = [
+            Candidate(
+                name,
+                "openvino" if runtimes.of_openvino(file) else "onnxruntime",
+                runtimes.bytes_of(file) / 1e6,
+                partial(runtimes.runner, file),
+            )
+            for name, file in files.items()
+        ]
+        for calibrated_on, images in sets.items():
+            progress.note(f"other tools on {len(images)} {calibrated_on or 'synthetic images'}")
+            candidates += make_peers(plain, files["float32"], images, place, calibrated_on)
+        candidates.sort(key=lambda candidate: candidate.runtime != "onnxruntime")  # the first stays the first
+        options = {"batches": arguments.batch, "threads": threads, "repeats": arguments.repeats}
+        speeds = list(runtimes.bench(candidates, (spec.channels, *spec.image_size), **options))  # type: ignore[arg-type]
+        console.print(draw.speed_table(speeds, f"the CPU, {threads} threads"))
+        accuracy: Accuracy = {}
+        if loader:
+            models = {c.name: runtimes.RunModel(c.load(threads), plain.num_classes) for c in candidates}
+            accuracy = {name: evaluate(model, loader) for name, model in models.items()}
+            console.print(draw.accuracy_table(accuracy, f"on {arguments.data.data}"))
+    if arguments.json:
+        figures: dict[str, Any] = {"speeds": [speed.to_dict() for speed in speeds]}
         figures |= metrics(accuracy, str(arguments.data.data)) if accuracy else {}
         write_figures(arguments.json, figures, invocation, torch.device("cpu"))
 

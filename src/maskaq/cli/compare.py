@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=converters.share,
         default=1.0,
         metavar="X",
-        help="share of each recipe's images to make, all else as it is: the share of its budget (default: 1)",
+        help="share of each recipe's budget: of its images, at least 32, or of a generator's steps (default: 1)",
     )
     parser.add_argument(
         "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"

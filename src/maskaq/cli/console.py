@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from torch import nn
 from maskaq.bench import Timing
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
-from maskaq.runs.status import Status
+from maskaq.runs.status import FleetStatus, Status
 from maskaq.shapes import Geometry
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, PTQ, RTN, TASKS, Evaluation, Task, lost_to_rounding, recovered
 
@@ -201,33 +202,65 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     return table
 
 
-def status_lines(found: Status) -> Iterator[Table | str]:
-    """Progress of a run, and a row for each worker."""
-    left = "not known yet" if found.left is None else duration(found.left)
+def status_lines(found: Status | FleetStatus) -> Iterator[Table | str]:
+    """Progress of a run and its workers, or of a table of runs."""
+    return _fleet_lines(found) if isinstance(found, FleetStatus) else _run_lines(found)
+
+
+def _run_lines(found: Status) -> Iterator[Table | str]:
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("run", f"{found.folder}: {found.stage}")
-    table.add_row("round", f"{found.round} of {found.rounds}")
-    table.add_row("shards", f"{found.shards} of {found.shards_in_round} in this round")
-    table.add_row("epochs", f"{found.epochs} of {found.epochs_in_all}")
+    stage, in_rounds, shards, epochs = _status_cells(found)
+    rows = {
+        "run": f"{found.folder}: {stage}",
+        "round": in_rounds,
+        "shards": f"{shards} in this round",
+        "epochs": epochs,
+    }
     if found.stage != "finished":
-        table.add_row("left", left)
+        rows["left"] = "not known yet" if found.left is None else duration(found.left)
+    for row in rows.items():
+        table.add_row(*row)
     yield table
     if found.stage == "finished":
         return
     if not found.workers:
-        yield "nobody works on it: give its command again, or help with maskaq work"
+        yield "nobody works on it: give its command again"
         return
     workers = Table()
-    for column, justify in (("worker", "left"), ("does", "left")):
-        workers.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for column in ("worker", "does"):
+        workers.add_column(column)
     for column in ("silent s", "shards made", "images x steps / s"):
         workers.add_column(column, justify="right", no_wrap=True)
     for worker in found.workers:
         silent = "-" if worker.silent is None else f"{worker.silent:.0f}"
-        workers.add_row(
-            worker.name, worker.does, silent, str(worker.shards), f"{worker.rate:.1f}" if worker.rate else "-"
-        )
+        rate = f"{worker.rate:.1f}" if worker.rate else "-"
+        workers.add_row(worker.name, worker.does, silent, str(worker.shards), rate)
     yield workers
+
+
+def _fleet_lines(found: FleetStatus) -> Iterator[Table | str]:
+    each = "" if found.seconds is None else f", {duration(found.seconds)} each"
+    yield f"{found.folder}: {found.done} rows done{each}, {len(found.rows)} at work"
+    table = Table()
+    for column in ("row", "worker", "stage", "round", "shards", "epochs", "left"):
+        table.add_column(column)
+    runs = {Path(run.folder).name: run for run in found.runs}
+    for name, worker in found.rows.items():
+        if (run := runs.get(name)) is None:
+            table.add_row(name, worker)
+        else:
+            table.add_row(name, worker, *_status_cells(run), "" if run.left is None else duration(run.left))
+    if found.rows:
+        yield table
+
+
+def _status_cells(run: Status) -> tuple[str, ...]:
+    return (
+        run.stage,
+        f"{run.round} of {run.rounds}",
+        f"{run.shards} of {run.shards_in_round}",
+        f"{run.epochs} of {run.epochs_in_all}",
+    )
 
 
 def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:

@@ -1,7 +1,10 @@
 """`maskaq inspect`."""
 
 import argparse
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from maskaq.quant.inspection import Inspection
     from maskaq.shapes import Geometry
 
-SUMMARY = "what would be quantized, or is in a run or saved model, layer by layer, with sizes (fetches no weights)"
+SUMMARY = "what would be quantized, or is in a run, saved model or exported file, with sizes (fetches no weights)"
 RESUMABLE = False
 _RECIPE = "quick"
 
@@ -39,12 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
-    from maskaq.artifact.saved import is_pretrained  # they bring torch and timm
+    from maskaq.artifact.export import SUFFIXES  # they bring torch and timm
+    from maskaq.artifact.saved import is_pretrained
     from maskaq.cli.console import preparation
     from maskaq.cli.resolve import is_run
 
     name = arguments.model.model
     console = invocation.console
+    if Path(name).suffix in SUFFIXES.values() and os.path.lexists(name):
+        _show_file(arguments, console)
+        return
     is_quantized = is_run(name) or is_pretrained(name)
     found = _of_quantized(arguments) if is_quantized else _of_name(arguments, console)
     console.print(_table(found))
@@ -59,6 +66,37 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     console.print(f"{before:.2f} MB in float32 -> {after:.2f} MB with weights packed at their bits ({smaller})")
 
 
+def _show_file(arguments: Arguments, console: Console) -> None:
+    """What an exported file says of itself: preprocessing, labels, where it comes from."""
+    from maskaq.artifact.export.runtimes import RUNTIMES, bytes_of, metadata_of
+
+    name = arguments.model.model
+    _refuse_options(arguments, "an exported file")
+    notes = metadata_of(name)
+    table = Table(title=f"{name}   ({bytes_of(name) / 1e6:.2f} MB)", title_justify="left", show_header=False)
+    table.add_row("runtime", RUNTIMES.get(Path(name).suffix, "PyTorch (torch.export.load)"))
+    for key, value in notes.items():
+        table.add_row(key, _told(key, value))
+    console.print(table)
+
+
+def _told(key: str, value: Any) -> str:
+    if key == "labels" and value:
+        return f"{len(value)}: " + "; ".join(value[:3]) + ("; ..." if len(value) > 3 else "")
+    if key == "recipe" and isinstance(value, dict):
+        return ", ".join(f"{table} {len(rows)} settings" for table, rows in value.items() if isinstance(rows, dict))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _refuse_options(arguments: Arguments, what: str) -> None:
+    """RecipeError for options that are for a model's name."""
+    recipe = arguments.recipe
+    values = {"--bits": recipe.bits, "--set": recipe.set, "--recipe": recipe.recipe}
+    given = [option for option, value in values.items() if value or value == ""]
+    if given:
+        raise RecipeError(f"{arguments.model.model} is {what} and has its bits: {given[0]} is for a model's name")
+
+
 def _of_quantized(arguments: Arguments) -> _Inspected:
     """What is in a run or a saved model."""
     from maskaq.artifact.card import caveat_of
@@ -68,12 +106,7 @@ def _of_quantized(arguments: Arguments) -> _Inspected:
     from maskaq.quant.inspection import inspect_deployed
 
     name = arguments.model.model
-    recipe = arguments.recipe
-    values = {"--bits": recipe.bits, "--set": recipe.set, "--recipe": recipe.recipe}
-    given = [option for option, value in values.items() if value or value == ""]
-    if given:
-        what = "run" if resolve.is_run(name) else "saved model"
-        raise RecipeError(f"{name} is a {what} and has its bits: {given[0]} is for a model's name")
+    _refuse_options(arguments, "a run" if resolve.is_run(name) else "a saved model")
     model: Any = resolve.quantized_model(arguments.model)
     title = f"{name}{calibrated_on(caveat_of(model.maskaq_config))}"
     return _Inspected(inspect_deployed(model), geometry(model), title)

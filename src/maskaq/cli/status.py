@@ -20,7 +20,7 @@ class Arguments:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=converters.path, metavar="RUN", help="run folder")
+    parser.add_argument("folder", type=converters.path, metavar="RUN", help="run folder, or --out of a table of runs")
     parser.add_argument(
         "--watch", type=converters.seconds, metavar="SECONDS", help="look again every so often, until it is finished"
     )
@@ -38,7 +38,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
             invocation.console.print(part)
         if arguments.json:
             write_json_atomic(arguments.json, found.to_dict())
-        if arguments.watch is None or found.stage == "finished":
+        if arguments.watch is None or found.stage in ("finished", "nobody works on it"):
             return
         time.sleep(arguments.watch)
         invocation.console.print()

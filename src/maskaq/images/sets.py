@@ -156,6 +156,15 @@ def image_files(path: str | Path, wanted: int) -> list[Path]:
     return found
 
 
+def folder_tensor(path: str | Path, model: Any, count: int, crop_pct: float | None = None) -> Tensor:
+    """(count, C, H, W): images spread evenly over a folder's files, in timm's own transform for the model."""
+    config = data_config(model) | ({} if crop_pct is None else {"crop_pct": crop_pct})
+    transform: Any = create_transform(**config, is_training=False)
+    files = image_files(path, count)
+    chosen = files[:: len(files) // count][:count]
+    return torch.stack([transform(read_image(str(file), config["input_size"][0])) for file in chosen])
+
+
 def read_image(path: str, channels: int) -> Image.Image:
     """An image file as RGB, or grey for a model of one channel."""
     if channels not in (1, 3):

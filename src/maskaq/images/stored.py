@@ -8,7 +8,7 @@ the bit. Where that cannot be, the run stops.
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq import randomness
-from maskaq.errors import RunFolderError, SynthesisError
+from maskaq.errors import RankError, RunFolderError, SynthesisError
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.source import ImageSource
 from maskaq.models import geometry
@@ -24,7 +24,7 @@ from maskaq.quant.plan import QuantPlan
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
-from maskaq.storage.runfolder import QUANTIZED, RunFolder, Shard
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
 
 _SECONDS_BETWEEN_LOOKS = 0.5  # at what other workers have done, while there is nothing to do
 
@@ -191,6 +191,7 @@ class StoredImages:
         self.made = 0
         """Shards that this process has added."""
         self._gave_up = False
+        self._not_before: dict[int, float] = {}
 
     def of_round(self, round_index: int) -> SyntheticSet:
         """All images of a round, made by this process and by all others that make some of them."""
@@ -214,6 +215,8 @@ class StoredImages:
             others = list(found)[before:]  # made elsewhere meanwhile
             if others:
                 self.progress.advance(sum(len(self.numbers[shard]) for shard in others) * work)
+            if missing and not self.run.leads and not self.run.leases.is_held(LEADER):
+                raise RankError(f"nobody leads {self.run.root} any more: the message of rank 0 says why")
         self.digests[round_index] = [found[shard].digest for shard in range(len(self.numbers))]
         images = SyntheticSet.concatenate(
             _as_images(self.run, round_index, shard, found[shard]) for shard in sorted(found)
@@ -237,26 +240,32 @@ class StoredImages:
         Shards are claimed in the parts in which they are made together, which are the same for all workers: so a shard
         comes out the same whoever makes it.
         """
+        leases = self.run.leases
+        if time.monotonic() < self._not_before.get(round_index, 0.0):
+            return False
         parts = self._parts(round_index)
-        first = 0 if self.run.leads else self.run.leases.worker.pid % max(1, len(parts))  # not all try the same one
+        first = 0 if self.run.leads else leases.place % max(1, len(parts))  # not all try the same one
         for number in (*range(first, len(parts)), *range(first)):
             if all(shard in found for shard in parts[number]):
                 continue
-            with self.run.leases.claimed(f"round_{round_index:02d}-part_{number:04d}") as mine:
+            with leases.claimed(f"round_{round_index:02d}-part_{number:04d}") as mine:
                 if not mine:
                     continue
-                missing = [shard for shard in self._look(round_index, found) if shard in parts[number]]
+                missing = self._look(round_index, found, parts[number])
                 if missing:
                     found |= self._make(round_index, missing)
                 return True
+        # All are taken: a thousand workers must not ask the file server for each of them all the time.
+        self._not_before[round_index] = time.monotonic() + leases.seconds / 20 if parts else 0.0
         return False
 
-    def _look(self, round_index: int, found: dict[int, Shard]) -> list[int]:
-        """Put the sound shards of a round into `found`; those that are still missing."""
-        for shard in range(len(self.numbers)):
+    def _look(self, round_index: int, found: dict[int, Shard], shards: Iterable[int] | None = None) -> list[int]:
+        """Put the sound ones of these shards of a round, or of all, into `found`; those that are still missing."""
+        shards = range(len(self.numbers)) if shards is None else shards
+        for shard in shards:
             if shard not in found and (sound := self._find(round_index, shard)) is not None:
                 found[shard] = sound
-        return [shard for shard in range(len(self.numbers)) if shard not in found]
+        return [shard for shard in shards if shard not in found]
 
     def _parts(self, round_index: int) -> list[list[int]]:
         """Shards that are made together; none while the leader of the run has not asked for the round's images."""

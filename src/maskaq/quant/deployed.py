@@ -37,6 +37,11 @@ class FixedGrid(nn.Module):
         self.register_buffer("scale", torch.ones(shape))
         self.register_buffer("zero_point", torch.zeros(shape))
 
+    @property
+    def symmetric(self) -> bool:
+        """Whether zero is the middle code: as signed integers, the codes need no zero point."""
+        return bool((self.zero_point == 1 << self.bits - 1).all())
+
     def codes(self, x: Tensor) -> Tensor:
         """The integer codes, 0 to top, as floats."""
         return (torch.round(x / self.scale) + self.zero_point).clamp(0, self.top)

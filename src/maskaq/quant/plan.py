@@ -22,7 +22,7 @@ from maskaq.quant.site import Site
 from maskaq.recipe.schema import Bits, Quantization, Rule
 from maskaq.storage.files import misfit
 
-_LATER = frozenset({"rotation", "heads"})
+_LATER = frozenset({"rotation", "heads", "symmetric"})
 """Settings of a site that came after the first plans were written, which are as if they were not set."""
 
 
@@ -50,7 +50,7 @@ class QuantPlan:
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Site name -> its settings, in JSON's own types; without rotation and heads where there are none."""
+        """Site name -> its settings, in JSON's own types; without those that came later where they are not set."""
         return {s.name: {k: v for k, v in asdict(s).items() if k != "name" and (v or k not in _LATER)} for s in self}
 
     @classmethod
@@ -111,9 +111,19 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 own = scheme.softmax if is_softmax and scheme.softmax != "same" else scheme.activation
                 site = replace(site, quantizer=own, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
-            sites[site.name] = site
+            sites[site.name] = _for_target(site, scheme.target)
     heads = {name: m.num_heads for name, m in teacher.named_modules() if isinstance(m, AttentionProducts)}
     return QuantPlan(_ruled(sites, (*_first_and_last(teacher, scheme), *scheme.rule), heads))
+
+
+def _for_target(site: Site, target: str) -> Site:
+    """`openvino`: the signed operands of attention's products are symmetric; `symmetric`: all that is signed.
+
+    Codes of what is never negative, such as the softmax, start at 0: 7 bits of them are int8 without a zero point.
+    """
+    if not site.signed:
+        return replace(site, bits=min(site.bits, 7)) if target == "symmetric" else site
+    return replace(site, symmetric=target == "symmetric" or (target == "openvino" and site.slot in ("a", "b")))
 
 
 def with_own_mlps(

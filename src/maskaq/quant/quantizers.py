@@ -26,7 +26,8 @@ _OBSERVED = 1 << 14  # values kept of one observed tensor: enough for a range, s
 class Quantizer(nn.Module):
     """Base: a uniform grid with a scale and, for signed activations, an integer zero point.
 
-    Weights are symmetric on signed codes. Activations use unsigned codes, with a zero point where they can be negative.
+    Weights are symmetric on signed codes. Activations use unsigned codes, with a zero point where they can be negative;
+    at a symmetric site that is the middle code.
     """
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
@@ -42,8 +43,13 @@ class Quantizer(nn.Module):
                 f"quantizer {type(self).__name__} cannot serve {site.name}: it is for {self.roles[0]}s only"
             )
         self.site = site
-        self.symmetric = site.role == "weight"
-        self.low, self.high = grid.code_range(site.bits, signed=self.symmetric)
+        is_weight = site.role == "weight"
+        self.symmetric = is_weight or (site.symmetric and site.signed)
+        self.low, self.high = grid.code_range(site.bits, signed=is_weight)
+        self.middle = 0 if is_weight else 1 << site.bits - 1
+        self.narrow = is_weight and site.symmetric and site.bits == 8  # fewer bits are far from -128
+        if self.narrow:
+            self.low = -self.high
         self.ready = False
         self.observed: list[Tensor] | None = None
         self.share = 1.0
@@ -86,11 +92,14 @@ class Quantizer(nn.Module):
         of_values = None if weights is None else self._rows(weights)
         low, high = ranges.RANGES[method](self._rows(values), self.site.bits, self.symmetric, percentile, of_values)
         if self.symmetric:
-            self._store(ranges.symmetric(torch.maximum(-low, high), self.site.bits), torch.zeros_like(low))
+            self._store(self._symmetric_scale(torch.maximum(-low, high)), torch.full_like(low, self.middle))
         else:
             self._store(*ranges.affine(low if self.site.signed else torch.zeros_like(low), high, self.site.bits))
         self.ready = True
         return low, high
+
+    def _symmetric_scale(self, bound: Tensor) -> Tensor:
+        return ranges.symmetric(bound, self.site.bits, self.narrow)
 
     def _rows(self, values: Tensor) -> Tensor:
         """(C, M): the values of each range."""
@@ -183,7 +192,7 @@ class LSQ(Quantizer):
         super().__init__(site)
         unset = torch.full((site.ranges,), math.nan)
         self.scale = nn.Parameter(unset.clone())
-        if site.role == "activation" and site.signed:
+        if site.signed and not self.symmetric:
             self.zero_point = nn.Parameter(unset.clone())
         else:
             self.register_buffer("zero_point", torch.zeros_like(unset))
@@ -230,7 +239,7 @@ class MinMax(Static):
 
     def _follow(self, x: Tensor) -> None:
         bound = x.detach().abs().flatten(1).amax(dim=1) if self.site.channels else x.detach().abs().amax()[None]
-        self.scale.copy_(ranges.symmetric(bound, self.site.bits))
+        self.scale.copy_(self._symmetric_scale(bound))
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward

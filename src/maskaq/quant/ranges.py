@@ -23,12 +23,12 @@ def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return scale, torch.round(-low / scale).clamp(0, top)
 
 
-def symmetric(bound: Tensor, bits: int) -> Tensor:
-    """Scale of the signed grid that covers [-bound, bound] with 2^bits levels.
+def symmetric(bound: Tensor, bits: int, narrow: bool = False) -> Tensor:
+    """Scale of the signed grid that covers [-bound, bound] with 2^bits levels, or one less on a narrow grid.
 
     The step is 2 * bound / (2^bits - 1), so that no value inside is further than half a step from its level.
     """
-    return (2 * bound / ((1 << bits) - 1)).clamp(min=_SMALLEST_STEP)
+    return (2 * bound / ((1 << bits) - 1 - narrow)).clamp(min=_SMALLEST_STEP)
 
 
 def sample(x: Tensor, most: int, *others: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class Site:
     """The rotation that the values of an activation have gone through, if any: one of `maskaq.quant.rotation`."""
     heads: int | None = None
     """One range for each head of an attention product's operand, (..., heads, rows, columns); None: as `channels`."""
+    symmetric: bool = False
+    """For runtimes without zero points: a signed activation's is fixed at the middle code; 8-bit weights have no -128.
+    """
 
     @property
     def layer(self) -> str:

@@ -45,6 +45,9 @@ RANGES = ("minmax", "percentile", "mse", "relative", "best_percentile", "lsq")
 ROTATIONS = ("heads", "residual", "hidden")
 """What can be rotated before it is quantized: see `maskaq.quant.rotation`."""
 
+TARGETS = ("cpu", "openvino", "symmetric")
+"""What grids are made for: see `Quantization.target`."""
+
 _IMAGES = "images:"
 _ALONE = "alone"
 """The table of a recipe that holds only where it is not laid over another: a method's own budget and protocol."""
@@ -158,6 +161,12 @@ class Quantization(_Table, path="quantization"):
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
+    )
+    target: str = setting(
+        "cpu",
+        "what the runtime can compute: cpu: zero points anywhere; openvino: none at q, k and v, so that OpenVINO "
+        "multiplies them in integers; symmetric: none at all, every code an int8 (TensorRT, ExecuTorch)",
+        choices=TARGETS,
     )
     rotate: tuple[str, ...] = setting(
         (),

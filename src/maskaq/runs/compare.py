@@ -1,8 +1,8 @@
 """Several recipes on one model, side by side: runs what is not there yet, one row after another, and measures each.
 
 A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl what it
-gave. A row with a line is not run again, but measured on folders of images that it has not been on. A row that another
-process works on is left to it, so several processes may share one OUT.
+gave. A row with a line is not run again, but measured on folders of images that it has not been on. Several processes,
+on any machines that see it, may share one OUT: a row is leased to one of them.
 """
 
 import json
@@ -23,15 +23,17 @@ from maskaq.artifact.saved import from_pretrained, read_config
 from maskaq.errors import BusyError, DataError, MaskaqError, RecipeError
 from maskaq.models import expose
 from maskaq.progress import Progress
+from maskaq.ranks import are_started
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage.files import lines_of, locked, write_bytes_atomic
+from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 
 ROWS_FILE = "rows.jsonl"
-_FEWEST_IMAGES = 8
+_FEWEST_IMAGES = 32
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Tensor]]]
 """A model and the name of a folder -> its images and labels."""
@@ -88,12 +90,25 @@ def rows_of(
 
 
 def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """The recipe with this share of its images, and all else as it is: synthesis and calibration cost that share."""
-    if scale == 1 or not recipe.synthesis.images:
+    """The recipe at a share of its budget: so many of its images, and of the steps of a generator; all else as it is.
+
+    Synthesis and calibration cost as much as there are images. A method with a few dozen of them keeps all.
+    """
+    if scale == 1:
         return recipe
-    images = min(recipe.synthesis.images, max(_FEWEST_IMAGES, round(recipe.synthesis.images * scale)))
-    batch = min(recipe.synthesis.batch, images)
-    return replace(recipe, synthesis=replace(recipe.synthesis, images=images, batch=batch))
+
+    def share(number: int, least: int) -> int:
+        return min(number, max(least, round(number * scale)))
+
+    synthesis, calibration = recipe.synthesis, recipe.calibration
+    images = share(synthesis.images, _FEWEST_IMAGES)
+    generator = replace(synthesis.generator, steps=share(synthesis.generator.steps, 1))
+    interleave = replace(calibration.interleave, iterations=share(calibration.interleave.iterations, 1))
+    return replace(
+        recipe,
+        synthesis=replace(synthesis, images=images, batch=min(synthesis.batch, images), generator=generator),
+        calibration=replace(calibration, interleave=interleave),
+    )
 
 
 @dataclass
@@ -154,6 +169,8 @@ class Comparison:
         keep_images: bool = False,
         progress: Progress | None = None,
     ) -> None:
+        if are_started():
+            raise RecipeError("a comparison is not for torchrun: start it once for each GPU, with the same --out")
         self.out = Path(out)
         self.model = model
         self.rows = list(rows)
@@ -180,23 +197,46 @@ class Comparison:
         return {line["name"]: Line.from_dict(line) for line in lines_of(self.file)}
 
     def run(self, limit: float = math.inf) -> Iterator[Line]:
-        """Do what is to do, and give the line of each row when it is there. No row begins after `limit` seconds."""
-        began = time.monotonic()
+        """Do what is to do, and give the line of each row when it is there. No row begins after `limit` seconds.
+
+        Rows are leased: those of other processes are waited for, and taken up when their process dies.
+        """
+        began, at_start = time.monotonic(), self.lines()
+        rows = {row.name: row for row in self.rows if row.name not in at_start or at_start[row.name].failed}
         for row in self.rows:
-            line = self.lines().get(row.name)
-            if line is not None and not line.failed:
-                self._check_same(row, line)
-                if any(folder not in line.top1 for folder in self.folders):
-                    self._measure(line, from_pretrained(self.out / row.name / QUANTIZED, self.model).to(self.device))
-                    self._write(line)
-                yield line
-            elif time.monotonic() - began > limit:
-                self.progress.note(f"{row.name}: not begun, the time is up")
-            else:
+            if row.name not in rows:
+                yield self._measured(row, at_start[row.name])
+
+        def is_over(name: str) -> bool:
+            line = self.lines().get(name)
+            is_new = line is not None and (not line.failed or line != at_start.get(name))  # what failed is tried again
+            return is_new or time.monotonic() - began > limit
+
+        leases = Leases(self.out / "leases")
+        tried = set()
+        try:
+            for name in leases.each(rows, is_over):
+                tried.add(name)
                 try:
-                    yield self._run(row)
+                    yield self._run(rows[name])
                 except BusyError:
-                    self.progress.note(f"{row.name}: another process is at work on it")
+                    self.progress.note(f"{name}: another process is at work on it")
+        finally:
+            leases.close()
+        for name in [name for name in rows if name not in tried]:
+            line = self.lines().get(name)
+            if line is not None:
+                yield self._measured(rows[name], line)
+            else:
+                self.progress.note(f"{name}: not begun, the time is up")
+
+    def _measured(self, row: Row, line: Line) -> Line:
+        """The line of a row that was done before or elsewhere, measured on folders that it has not been on."""
+        self._check_same(row, line)
+        if not line.failed and any(folder not in line.top1 for folder in self.folders):
+            self._measure(line, from_pretrained(self.out / row.name / QUANTIZED, self.model).to(self.device))
+            self._write(line)
+        return line
 
     def _run(self, row: Row) -> Line:
         recipe = self.recipes[row.name]

@@ -1,5 +1,6 @@
 """The method on one page: twin, ranges, then rounds of synthesis and calibration (Algorithm 1), saved as it goes."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,12 +23,9 @@ from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
-from maskaq.images.folder import FolderImages
-from maskaq.images.generator import GeneratedImages
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
-from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan, with_own_mlps
@@ -41,13 +39,14 @@ from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_mod
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import check_alike, describe_run, pick_device
 from maskaq.runs.rounds import fit, restore
+from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, Worker, check_shared
 from maskaq.storage.runfolder import RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
 
-_PATIENCE = 60.0  # seconds for which a leader that was restarted waits for the lock of the one before
+_PATIENCE = 90.0  # seconds for which ranks wait for the lock of a leader that has ended, or for NFS to show a file
 
 _STAGES = (Rectifier, Reparametrizer, Searcher, Evolver, Reconstructor, Interleaver, Calibrator, Corrector)
 STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in _STAGES}
@@ -133,6 +132,7 @@ def quantize(
                 progress.forecast(_forecast(job, run, history.epoch, only_images, report))
             if only_images:
                 images.of_round(0)
+                ranks.wait()
                 return Result(job.student, Path(out))
             _rounds(job, run, images, history, checkpoint_seconds)
             if ranks.leads:
@@ -151,13 +151,14 @@ def _open(job: "_Job", out: str | Path, asked: dict[str, Any], about: dict[str, 
     ranks = job.ranks
     worker = Worker(rank=ranks.rank if ranks.size > 1 else None)
     if not ranks.leads:
-        run = RunFolder.join(out, lease, worker)
+        run = RunFolder.join(out, lease, worker, _PATIENCE)
         check_alike(run, about)
         return run
     check_folder(job.recipe, out)
     if ranks.size > 1:
-        check_shared(Path(out).parent)
-    patience = _PATIENCE if ranks.size > 1 else 0.0
+        check_shared(Path(out) if Path(out).is_dir() else Path(out).parent)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    patience = _PATIENCE if restarted else 0.0
     plan = job.plan.to_dict()
     return RunFolder.open(out, asked, to_toml(job.recipe), about, plan, up_to_date_identity, lease, worker, patience)
 
@@ -213,13 +214,7 @@ class _Job:
             as_deployed(student)  # what cannot be saved in the end fails early
         else:
             student = quantized_twin(teacher, recipe.quantization, plan)  # and its ranges from the leader
-        source: ImageSource
-        if recipe.data_free and recipe.synthesis.generator.steps:
-            source = GeneratedImages(teacher, student, recipe, seed=seed, progress=progress)
-        elif recipe.data_free:
-            source = Synthesizer(teacher, student, recipe, seed=seed, progress=progress, engine=engine)
-        else:
-            source = FolderImages(teacher, recipe, seed=seed, progress=progress)
+        source = image_source(teacher, student, recipe, seed, progress, engine)
         stages = {
             name: STAGES[name](teacher, student, recipe, seed=seed, progress=progress, engine=engine)
             for name in recipe.calibration.stages
@@ -277,7 +272,7 @@ def _forecast(job: _Job, run: RunFolder, first_epoch: int, only_images: bool, re
             there = len(run.shards(round_index)) * recipe.synthesis.batch / recipe.synthesis.images
             steps += recipe.steps_in_round(round_index) * max(0.0, 1 - there)
     one_step = job.source.seconds_per_image_step() or 5 * one_pass
-    seconds = one_step * recipe.synthesis.images * steps
+    seconds = one_step * recipe.synthesis.images * steps / job.ranks.size
     if not only_images:
         passes = 3 * handover.held_out_count(recipe) + recipe.quantization.range_images
         seconds += one_pass * (passes + (collect.passes(job.student, recipe.synthesis.images) if report else 0))

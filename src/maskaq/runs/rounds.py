@@ -15,6 +15,8 @@ from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import Checkpoint, RunFolder
 
+_PATIENCE = 90.0  # seconds until another machine sees, on NFS, what the leader has written
+
 
 def fit(
     run: RunFolder,
@@ -79,7 +81,9 @@ def restore(
     epoch = ranks.agreed(max(run.checkpoints(), default=0))
     if not epoch:
         return 0, {}
-    saved = run.load_checkpoint(epoch)
+    until = time.monotonic() + (0 if run.leads else _PATIENCE)
+    while (saved := run.load_checkpoint(epoch)) is None and time.monotonic() < until:
+        time.sleep(1.0)
     if saved is None:
         raise RunFolderError(
             f"{run.root} has no checkpoint of epoch {epoch} here: do all machines see the same folder?"

@@ -1,13 +1,15 @@
-"""How far a run is, and who works on it: read from its folder, from any machine."""
+"""How far a run is, or a table of runs, and who works on it: read from its folder, from any machine."""
 
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from maskaq.recipe.schema import Recipe, recipe_from_dict
+from maskaq.runs.compare import ROWS_FILE
+from maskaq.storage.files import lines_of
 from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder
 
@@ -49,8 +51,44 @@ class Status:
         return asdict(self)
 
 
-def status(folder: str | Path) -> Status:
-    """What the folder of a run tells; writes nothing."""
+@dataclass(frozen=True)
+class FleetStatus:
+    """A table whose rows are runs, shared among processes, as it is now."""
+
+    folder: str
+    done: int
+    """Rows that have their line."""
+    seconds: float | None
+    """Of a row, on the average."""
+    rows: dict[str, str]
+    """Row -> the worker that is at it."""
+    runs: list[Status]
+    """Of these rows, as far as they have begun."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def stage(self) -> str:
+        return "at work" if self.rows else "nobody works on it"
+
+
+def status(folder: str | Path) -> Status | FleetStatus:
+    """What the folder of a run, or of a table of runs, tells; writes nothing."""
+    path = Path(folder)
+    is_fleet = not (path / "run.json").exists() and ((path / ROWS_FILE).exists() or (path / "leases").is_dir())
+    return _of_fleet(path) if is_fleet else _of_run(path)
+
+
+def _of_fleet(folder: Path) -> FleetStatus:
+    lines = lines_of(folder / ROWS_FILE)
+    times = [line["seconds"] for line in lines if line.get("seconds")]
+    rows = {name: str(lease.worker or "not yet known") for name, lease in Leases(folder / "leases").all().items()}
+    runs = [_of_run(folder / name) for name in rows if (folder / name / "run.json").exists()]
+    return FleetStatus(str(folder), len(lines), mean(times) if times else None, rows, runs)
+
+
+def _of_run(folder: Path) -> Status:
     run = RunFolder.read(folder)
     recipe = recipe_from_dict(run.identity["recipe"])
     events = [event for event in run.events() if isinstance(event, dict)]

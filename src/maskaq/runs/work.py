@@ -10,14 +10,12 @@ import torch
 
 from maskaq.engine import Engine, pick_engine
 from maskaq.errors import RunFolderError
-from maskaq.images.folder import FolderImages
-from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory
-from maskaq.images.synthesis import Synthesizer
 from maskaq.progress import Progress
 from maskaq.quant.twin import quantized_twin
 from maskaq.runs.opened import OpenedRun, open_run
 from maskaq.runs.provenance import check_alike, pick_device, surroundings
+from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, check_shared
 from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
@@ -86,11 +84,7 @@ class _Helper:
         teacher = opened.teacher().to(device)
         plan = opened.plan()
         student = quantized_twin(teacher, recipe.quantization, plan)
-        source: ImageSource
-        if recipe.data_free:
-            source = Synthesizer(teacher, student, recipe, seed=opened.seed, progress=progress, engine=engine)
-        else:
-            source = FolderImages(teacher, recipe, seed=opened.seed, progress=progress)
+        source = image_source(teacher, student, recipe, opened.seed, progress, engine)
         self.history = StudentHistory(folder, teacher, student, recipe, plan, opened.seed)
         self.history.epoch = -1  # at the start of no round yet
         self.images = StoredImages(folder, source, self.history)

@@ -101,10 +101,11 @@ def _place_new(temp: Path, path: Path) -> bool:
 
 def machine() -> str:
     """Eight hexadecimal digits for this machine, or container: process numbers mean something inside it."""
-    space = ""
-    with suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")
-    return sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+    parts = [socket.gethostname()]
+    with suppress(OSError):  # on Linux: names of hosts are not always their own
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return sha256(" ".join(parts).encode()).hexdigest()[:8]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,6 +102,18 @@ class Leases:
             held = self.read(name)
             return held is not None and self._is_expired(name, held) and self._take_away(name, held)
 
+    def take(self, name: str) -> None:
+        """Claim a lease whoever holds it, for a process that knows by other means that the owner is gone."""
+        with explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not self._create(name):
+                self._path(name).unlink(missing_ok=True)
+
+    @property
+    def place(self) -> int:
+        """A number of this process among others, by which each may begin somewhere else."""
+        return int(self._token, 16)
+
     @contextmanager
     def claimed(self, name: str) -> Iterator[bool]:
         """Whether the lease could be claimed; it is given back at the end."""
@@ -111,6 +123,24 @@ class Leases:
         finally:
             if mine:
                 self.release(name)
+
+    def each(self, names: Iterable[str], is_done: Callable[[str], bool], wait: float = 1.0) -> Iterator[str]:
+        """One name after another whose work is not done, with its lease held meanwhile.
+
+        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere.
+        """
+        left = list(names)
+        while left:
+            before = len(left)
+            for name in [name for name in left if not is_done(name)]:
+                with self.claimed(name) as mine:
+                    if mine:
+                        left.remove(name)
+                        if not is_done(name):  # by another, since we looked
+                            yield name
+            left = [name for name in left if not is_done(name)]
+            if len(left) == before:
+                time.sleep(wait)
 
     def release(self, name: str) -> None:
         """Give a lease back, if it is still ours."""
@@ -154,9 +184,13 @@ class Leases:
             file = os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
-        with open(file, "wb") as opened:
-            about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
-            opened.write(json.dumps(about).encode())
+        about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
+        try:
+            with open(file, "wb") as opened:
+                opened.write(json.dumps(about).encode())
+        except BaseException:  # a full disk: nobody has to wait for it
+            self._path(name).unlink(missing_ok=True)
+            raise
         with self._lock:
             self._mine.add(name)
         if self._heart is None:

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -314,15 +315,24 @@ class RunFolder:
                 write_bytes_atomic(root / "recipe.toml", recipe_text.encode())
             folder = cls(root, run, lock)
             folder.leases = Leases(folder.path("leases"), worker, lease)
-            folder.leases.claim(LEADER)
+            folder.leases.take(LEADER)  # the lock is ours, so nobody else leads
         except BaseException:
             lock.release()
             raise
         return folder
 
     @classmethod
-    def join(cls, path: str | Path, lease: float = SECONDS, worker: Worker | None = None) -> "RunFolder":
-        """The folder of a run that another process leads: images may be added to it, and nothing else."""
+    def join(
+        cls, path: str | Path, lease: float = SECONDS, worker: Worker | None = None, patience: float = 0.0
+    ) -> "RunFolder":
+        """The folder of a run that another process leads: images may be added to it, and nothing else.
+
+        Args:
+            patience: seconds to wait for the run to begin, or for this machine to see that it has.
+        """
+        until = time.monotonic() + patience
+        while not Path(path, "run.json").exists() and time.monotonic() < until:
+            time.sleep(min(1.0, patience))
         run = cls.read(path)
         _check_format(run.root, {"format": run.format})
         run._joined = True
@@ -405,8 +415,8 @@ class RunFolder:
     def event(self, **fields: Any) -> None:
         """Appends one line to events.jsonl, or to a file of this worker alone: the fields and the time (UTC)."""
         path = self._ours("events.jsonl" if self.leads else f"events/{writer()}.jsonl", joined=True)
-        time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        line = (json.dumps({"time": time, **fields}, ensure_ascii=False) + "\n").encode()
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = (json.dumps({"time": now, **fields}, ensure_ascii=False) + "\n").encode()
         with explained(path, len(line)):
             path.parent.mkdir(exist_ok=True)
         with explained(path, len(line)), open(path, "ab", buffering=0) as file:

@@ -8,39 +8,62 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from maskaq.artifact.export.targets import check_grids, check_options
 from maskaq.errors import ExportError, unwritable
 from maskaq.storage.files import replace_together
 
 if TYPE_CHECKING:
+    from maskaq.artifact.export.agreement import Agreement
     from maskaq.artifact.export.verify import Verification
 
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "executorch": ".pte", "pt2": ".pt2"}
 """Of the file that each format is asked for by; an OpenVINO model has a second, `.bin`, beside it."""
 
 
 def export(
-    model: nn.Module, file: str | Path, format: str, images: Tensor, metadata: Mapping[str, Any] | None = None
-) -> "Verification | None":
+    model: nn.Module,
+    file: str | Path,
+    format: str,
+    images: Tensor,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    target: str = "cpu",
+    precision: str = "f32",
+) -> "Verification | Agreement | None":
     """Write a deployed model and compare what was written with it, on normalised images (N, C, H, W).
+
+    Args:
+        target: what an ONNX file is laid out for: one of `targets.TARGETS`.
+        precision: what OpenVINO computes in what is not quantized: one of `targets.PRECISIONS`. The file notes it.
 
     Returns what was compared (not of a pt2 program, which computes the same bits). Where the two differ an ExportError
     is raised, and there is no new file: one that was there under the name still is.
     """
+    check_options(format, target, precision)
     path = check_target(file, format)
+    check_grids(model, format, target)
     unproven = path.with_name(f".{path.stem}.{os.getpid()}.unproven{SUFFIXES[format]}")
     moves = {unproven: path}
-    found = None
+    found: Verification | Agreement | None = None
     try:
         if format == "onnx":  # its packages are an extra
-            from maskaq.artifact.export.onnx import export_onnx
+            from maskaq.artifact.export.onnx import CPU, TENSORRT, export_onnx
             from maskaq.artifact.export.verify import verify
 
-            found = verify(export_onnx(model, unproven, metadata), model, images)
+            layout = TENSORRT if target == "tensorrt" else CPU
+            found = verify(
+                export_onnx(model, unproven, {"target": target} | dict(metadata or {}), layout), model, images
+            )
         elif format == "openvino":  # another extra
             from maskaq.artifact.export.openvino import export_openvino, verify_openvino
 
             moves = {weights_of(unproven): weights_of(path), unproven: path}
-            found = verify_openvino(export_openvino(model, unproven, metadata), model, images)
+            notes = {"precision": precision} | dict(metadata or {})
+            found = verify_openvino(export_openvino(model, unproven, notes), model, images)
+        elif format == "executorch":  # another extra
+            from maskaq.artifact.export.executorch import export_executorch, verify_executorch
+
+            found = verify_executorch(export_executorch(model, unproven, metadata), model, images)
         else:
             from maskaq.artifact.export.pt2 import export_pt2, verify_pt2
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import maskaq
 from maskaq.errors import ExportError
-from maskaq.models import data_config, geometry
+from maskaq.models import class_names, data_config, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 
 PREFIX = "maskaq."
@@ -20,7 +20,7 @@ REMEDY = "copy it again, or export it again with `maskaq export`"
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """Metadata of a model: version, bits, and how images are preprocessed."""
+    """Metadata of a model: version, bits, how images are preprocessed, and names of its classes."""
     spec, config = geometry(model), data_config(model)
     return {
         "version": maskaq.__version__,
@@ -33,6 +33,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
         "interpolation": config["interpolation"],
         "task": spec.task,
         "classes": spec.classes,
+        "labels": class_names(model),
     }
 
 

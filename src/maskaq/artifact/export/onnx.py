@@ -9,6 +9,13 @@ and a weight an INT4 (up to 4 bits) or INT8 initializer -> [Cast to INT8] -> Deq
 ONNX Runtime (1.31) folds the Cast when it loads the file and multiplies uint8 by int8; other types, and one range per
 activation channel, fall back to float. Outputs of products stay in float: rounding them would be another model.
 
+The second operands of attention's products, keys and values, are int8 too, their codes and zero point moved by 128:
+
+    QuantizeLinear (int8) -> [Clip to 2^b - 129] -> Reshape -> Transpose -> DequantizeLinear
+
+CPUs have instructions for uint8 by int8 (VNNI), and MLAS multiplies uint8 by uint8 without them. The Transpose, which
+attention needs anyway, stands between: ONNX Runtime makes uint8 of a plain pair of int8 when it loads the file.
+
 Where each head has a range, the codes of all heads get one zero point and are dequantized by a step of 1, so that the
 product is one of integers still; it is multiplied by the steps of each head afterwards. (At 8 bits, heads with unlike
 zero points have no codes in common: their product is one of floats.) A logarithmic grid is
@@ -24,6 +31,7 @@ import io
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +63,26 @@ _DOMAIN = "maskaq"
 _OPERANDS = ("a_grid", "b_grid")
 
 
-def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
+@dataclass(frozen=True)
+class Layout:
+    """How the same numbers are written for a runtime."""
+
+    opset: int = OPSET
+    signed_operands: bool = False
+    """Keys and values as int8, for MLAS."""
+    signed: bool = False
+    """All codes as int8 with a zero point of 0, cut in float, and only between a QuantizeLinear and a DequantizeLinear.
+    """
+
+
+CPU = Layout(signed_operands=True)
+PLAIN = Layout()
+TENSORRT = Layout(opset=20, signed=True)
+
+
+def export_onnx(
+    model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None, layout: Layout = CPU
+) -> Path:
     """Write a deployed model as ONNX: `images` (N, C, H, W), normalised -> `logits`. N is free.
 
     Args:
@@ -63,10 +90,11 @@ def export_onnx(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] 
             string is written as JSON.
     """
     description = describe(model)
-    program = _traced(_with_placeholders(model), description["input_size"])
+    program = _traced(_with_placeholders(model), description["input_size"], layout.opset)
     _merge_transposes(program.graph)
-    _fold_score_scale(program.graph)
-    _write_out_placeholders(program.graph)
+    if not layout.signed:  # TensorRT wants the same scale on both sides of the codes
+        _fold_score_scale(program.graph)
+    _write_out_placeholders(program.graph, layout)
     return _write(program, file, description | dict(metadata or {}))
 
 
@@ -239,7 +267,7 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
     return seen
 
 
-def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
+def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> ir.Model:
     images = torch.zeros(2, *input_size)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -251,7 +279,7 @@ def _traced(seen: nn.Module, input_size: Sequence[int]) -> ir.Model:
                 seen,
                 (images,),
                 dynamo=True,
-                opset_version=OPSET,
+                opset_version=opset,
                 dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
                 input_names=[INPUT],
                 output_names=[OUTPUT],
@@ -299,10 +327,15 @@ def _fold_score_scale(graph: ir.Graph) -> None:
         graph.remove(node, safe=True)
 
 
-def _write_out_placeholders(graph: ir.Graph) -> None:
+def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
     for node in list(graph):
         if node.domain == _DOMAIN:
-            new = _grid_nodes(graph, node) if node.op_type == "Grid" else _weight_nodes(graph, node)
+            if node.op_type == "Weight":
+                new = _weight_nodes(graph, node, layout)
+            elif layout.signed:
+                new = _signed_grid_nodes(graph, node)
+            else:
+                new = _grid_nodes(graph, node, _taken_behind(graph, node) if layout.signed_operands else [])
             before = node.outputs[0]
             after = new[-1].outputs[0]
             after.type = before.type
@@ -310,34 +343,68 @@ def _write_out_placeholders(graph: ir.Graph) -> None:
             ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
 
 
-def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+_Behind = tuple[str, Sequence[ir.Value | None], Mapping[str, ir.Attr]]
+"""An operator that is moved: its type, its inputs after the first, its attributes."""
+
+
+def _taken_behind(graph: ir.Graph, grid: ir.Node) -> list[_Behind]:
+    """Take the Reshape and Transpose before a product's second operand out of the graph, to be put behind its codes.
+
+    Both: ONNX Runtime (1.31) would quantize a second time, before a Reshape that it finds before a QuantizeLinear. Not
+    of a layer without bias: a product that ends in int8 codes is one of floats there.
+    """
+    uses = grid.outputs[0].uses()
+    if not (len(uses) == 1 and uses[0].node.op_type == "MatMul" and uses[0].idx == 1):
+        return []
+    kinds = ("Transpose",) if _numbers(grid.inputs[1]).ndim else ("Transpose", "Reshape")  # heads are an axis
+    found: list[ir.Node] = []
+    node = grid.inputs[0].producer()
+    while node is not None and node.op_type in kinds[len(found) : len(found) + 1] and len(node.outputs[0].uses()) == 1:
+        found.append(node)
+        node = node.inputs[0].producer()
+    if not found or (node is not None and node.op_type == "MatMul"):
+        return []
+    behind = [(node.op_type, node.inputs[1:], node.attributes) for node in reversed(found)]
+    grid.replace_input_with(0, found[-1].inputs[0])
+    for node in found:
+        graph.remove(node, safe=True)
+    return behind
+
+
+def _grid_nodes(graph: ir.Graph, node: ir.Node, behind: Sequence[_Behind]) -> list[ir.Node]:
+    """Behind: what is done to the codes, which are int8 then."""
     name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
     x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
     top, nodes = np.float32((1 << bits) - 1), []
     is_shared = "shared_zero" in node.attributes
     shared = np.full_like(zero, node.attributes["shared_zero"].as_int()) if is_shared else zero
+    kind, moved = (np.int8, -128) if behind else (np.uint8, 0)
+    perm = list(behind[-1][2]["perm"].as_ints()) if behind else [0, 1, 2, 3]
     if (shared != zero).any():  # the codes of each head end elsewhere: values are cut before
-        for kind, code in (("Max", np.float32(0)), ("Min", top)):
-            bound = _constant(graph, f"{name}.{kind.lower()}", (code - zero) * scale)
-            nodes.append(ir.node(kind, [x, bound], name=f"{name}.cut_{kind.lower()}"))
+        for cut, code in (("Max", np.float32(0)), ("Min", top)):
+            bound = _constant(graph, f"{name}.{cut.lower()}", ((code - zero) * scale)[None].transpose(np.argsort(perm)))
+            nodes.append(ir.node(cut, [x, bound], name=f"{name}.cut_{cut.lower()}"))
             x = nodes[-1].outputs[0]
-    axis = {"axis": 1} if scale.ndim else {}  # heads
+    axis = {"axis": perm[1]} if scale.ndim else {}  # heads
     scale, zero, shared = (numbers.reshape(-1 if axis else ()) for numbers in (scale, zero, shared))
     step = _constant(graph, f"{name}.scale", scale)
-    zero_point = _constant(graph, f"{name}.zero_point", shared.astype(np.uint8))
+    zero_point = _constant(graph, f"{name}.zero_point", (shared + moved).astype(kind))
     nodes.append(ir.node("QuantizeLinear", [x, step, zero_point], axis, name=f"{name}.quantize"))
     codes = nodes[-1].outputs[0]
     if len(node.inputs) > 3:
         codes.name = f"{name}.steps_of_255"
         nodes += _table_nodes(graph, name, codes, _numbers(node.inputs[3]))
-    elif bits < 8 and (shared == zero).all():  # uint8 saturates at 0 by itself
+    elif bits < 8 and (shared == zero).all():  # 8 bits saturate at the smallest code by themselves
         codes.name = f"{name}.unclipped"
-        largest = _constant(graph, f"{name}.top", top.astype(np.uint8))
+        largest = _constant(graph, f"{name}.top", (top + moved).astype(kind))
         nodes.append(ir.node("Clip", [codes, None, largest], name=f"{name}.clip"))
+    for operator, inputs, attributes in behind:
+        label = f"{name}.{operator.lower()}"
+        nodes.append(ir.node(operator, [nodes[-1].outputs[0], *inputs], attributes, name=label))
     nodes[-1].outputs[0].name = f"{name}{CODES}"
     if is_shared:
         axis, step = {}, _constant(graph, f"{name}.one", np.float32(1))
-        zero_point = _constant(graph, f"{name}.shared_zero_point", shared[0].astype(np.uint8))
+        zero_point = _constant(graph, f"{name}.shared_zero_point", (shared[0] + moved).astype(kind))
     elif "gain" in node.attributes:
         scale = scale * np.float32(node.attributes["gain"].as_float())
         step = _constant(graph, f"{name}.scale_with_gain", scale)
@@ -347,10 +414,27 @@ def _grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
     # By hand: ONNX Runtime (1.31) fuses a DequantizeLinear of many zero points into a product that it cannot compute.
     cast = ir.node("Cast", [codes], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
     zeros, steps = (
-        _constant(graph, f"{name}.{key}", n.reshape(-1, 1, 1)) for key, n in (("zeros", zero), ("steps", scale))
+        _constant(graph, f"{name}.{key}", n.reshape(-1, 1, 1)) for key, n in (("zeros", zero + moved), ("steps", scale))
     )
-    moved = ir.node("Sub", [cast.outputs[0], zeros], name=f"{name}.subtract")
-    return [*nodes, cast, moved, ir.node("Mul", [moved.outputs[0], steps], name=f"{name}.dequantize")]
+    shifted = ir.node("Sub", [cast.outputs[0], zeros], name=f"{name}.subtract")
+    return [*nodes, cast, shifted, ir.node("Mul", [shifted.outputs[0], steps], name=f"{name}.dequantize")]
+
+
+def _signed_grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    """[Clip in float] -> QuantizeLinear (int8) -> DequantizeLinear, with a zero point of 0."""
+    name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
+    x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
+    nodes = []
+    if bits < (8 if zero else 7):  # else int8 saturates where the codes end
+        ends = ((code - zero) * scale for code in (np.float32(0), np.float32((1 << bits) - 1)))
+        bounds = [_constant(graph, f"{name}.{end}", bound) for end, bound in zip(("min", "max"), ends, strict=True)]
+        nodes.append(ir.node("Clip", [x, *bounds], name=f"{name}.clip"))
+        x = nodes[0].outputs[0]
+    step, zero_point = _constant(graph, f"{name}.scale", scale), _constant(graph, f"{name}.zero_point", np.int8(0))
+    quantize = ir.node("QuantizeLinear", [x, step, zero_point], name=f"{name}.quantize")
+    quantize.outputs[0].name = f"{name}{CODES}"
+    inputs = [quantize.outputs[0], step, zero_point]
+    return [*nodes, quantize, ir.node("DequantizeLinear", inputs, name=f"{name}.dequantize")]
 
 
 def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray) -> list[ir.Node]:
@@ -364,12 +448,13 @@ def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray
     return [shape, flat, index, found, back]
 
 
-def _weight_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Node]:
     name, bits, axis = (node.attributes[key].value for key in ("name", "bits", "axis"))
     codes, scale = _numbers(node.inputs[0]), _numbers(node.inputs[1])
-    stored = ir.tensor(codes) if bits > 4 else ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4)
+    packed = bits <= 4 and layout.opset >= OPSET
+    stored = ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4) if packed else ir.tensor(codes)
     value = _constant(graph, f"{name}{CODES}", stored)
-    if all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
+    if not layout.signed and all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
         # A convolution of images in float: a product of constants is folded at load, and the runtime may then lay the
         # weights out as it likes. A DequantizeLinear it would keep, and compute for every batch.
         cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
@@ -377,7 +462,7 @@ def _weight_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
         factors = _constant(graph, f"{name}.scale", scale.reshape(shape))
         return [cast, ir.node("Mul", [cast.outputs[0], factors], name=f"{name}.dequantize")]
     nodes = []
-    if bits <= 4:
+    if packed:
         nodes.append(ir.node("Cast", [value], {"to": int(ir.DataType.INT8)}, name=f"{name}.cast"))
         value = nodes[0].outputs[0]
     step = _constant(graph, f"{name}.scale", scale)

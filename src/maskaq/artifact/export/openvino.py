@@ -4,10 +4,13 @@ It is the ONNX graph as OpenVINO reads it, with one change: QuantizeLinear, Clip
 
     Minimum with the value of code 2^b - 1 -> FakeQuantize of 256 levels
 
-which is the same grid and runs faster; the table of a logarithmic grid stays. A FakeQuantize of 2^b levels would be
-simpler, but the CPU plugin (2026.4) takes up only those of 16 and 256. Behind any other it quantizes the activations
-once more, on the fly (its default, `DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and products are off by half a percent. The
-graph is read, not converted: `openvino.convert_model` folds the weights' Cast, and would store 4 bits in 8.
+which is the same grid and runs faster; the table of a logarithmic grid stays. On a symmetric grid the 256 levels lie
+around zero, and a Maximum is needed too: int8 without a zero point, which OpenVINO asks of a product of activations.
+
+A FakeQuantize of 2^b levels would be simpler, but the CPU plugin (2026.4) takes up only those of 16 and 256. Behind any
+other it quantizes the activations once more, on the fly (its default, `DYNAMIC_QUANTIZATION_GROUP_SIZE` = 32), and
+products are off by half a percent. The graph is read, not converted: `openvino.convert_model` folds the weights' Cast,
+and would store 4 bits in 8.
 """
 
 import tempfile
@@ -29,8 +32,8 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
-from maskaq.artifact.export.metadata import REMEDY, ours
-from maskaq.artifact.export.onnx import CODES, OUTPUT, export_onnx
+from maskaq.artifact.export.metadata import PREFIX, REMEDY, ours
+from maskaq.artifact.export.onnx import CODES, OUTPUT, PLAIN, export_onnx
 from maskaq.artifact.export.verify import (
     NEAR,
     Pass,
@@ -54,7 +57,8 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
     path = Path(file)
     with tempfile.TemporaryDirectory() as folder:
-        program = _CORE.read_model(export_onnx(model, Path(folder) / "model.onnx", metadata))
+        onnx = Path(folder) / "model.onnx"
+        program = _CORE.read_model(export_onnx(model, onnx, metadata, PLAIN))
         nodes = {node.get_friendly_name(): node for node in program.get_ops()}
         for name, grid in grids_of(model).items():
             _fuse_grid(nodes, name, grid)
@@ -77,9 +81,13 @@ def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
         before.input(0).replace_source_output(fused.output(0))
     elif not isinstance(grid, LogGrid):
         scale, zero = grid.scale.item(), grid.zero_point.item()
+        first = zero - _LEVELS // 2 if grid.symmetric else 0  # code of the lowest level
         if grid.bits < 8:
             x = opset13.minimum(x, np.float32((grid.top - zero) * scale))
-        bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in (0, _LEVELS - 1)]
+        if first:
+            x = opset13.maximum(x, np.float32(-zero * scale))
+        ends = (first, first + _LEVELS - 1)
+        bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in ends]
         fused = values = opset13.fake_quantize(x, *bounds, _LEVELS)
     if isinstance(grid, LogGrid):  # its table stays
         after.output(0).set_names({_ON_GRID.format(name)})
@@ -110,15 +118,24 @@ def read(file: str | Path) -> "openvino.Model":
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
     """The entries that maskaq wrote into a file."""
-    program = read(file)
+    return _notes(read(file), file)
+
+
+def precision_of(program: "openvino.Model") -> str:
+    """What a file was exported to be run in; f32 for files of others."""
+    entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
+    return str(entries.get(f"{PREFIX}precision", "f32"))
+
+
+def _notes(program: "openvino.Model", file: str | Path) -> dict[str, Any]:
     entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
     return ours(entries, file, "rt_info")
 
 
-def compiled(program: "openvino.Model", threads: int = 0) -> "openvino.CompiledModel":
+def compiled(program: "openvino.Model", threads: int = 0, precision: str = "f32") -> "openvino.CompiledModel":
     """The model compiled for the CPU, with this many threads; 0 lets OpenVINO choose."""
     # Without the hint what is not quantized would be computed in bfloat16 where the CPU has it.
-    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
     return _CORE.compile_model(program, "CPU", settings)
 
 
@@ -127,15 +144,16 @@ class OpenvinoModel(nn.Module):
 
     def __init__(self, file: str | Path, threads: int = 0) -> None:
         super().__init__()
-        self.request = compiled(read(file), threads).create_infer_request()
+        program = read(file)
+        self.request = compiled(program, threads, precision_of(program)).create_infer_request()
         self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self.request.infer({0: images.numpy()})[OUTPUT].copy())
 
 
-def products(file: str | Path) -> tuple[int, int, int]:
-    """Matrix products in integers, those in float, and attentions that are one fused kernel each.
+def products(file: str | Path) -> tuple[int, int, int, int]:
+    """Matrix products in integers, those in float, attentions that are a fused kernel each, and how many of integers.
 
     Counted by the precision that OpenVINO reports, which is int8 also where OpenVINO itself chose to quantize
     activations: `verify_openvino` checks that a product is one of our codes.
@@ -147,7 +165,9 @@ def products(file: str | Path) -> tuple[int, int, int]:
             kinds["integer" if notes["runtimePrecision"] in ("u8", "i8") else "float"] += 1
         elif notes["layerType"] == "Subgraph" and "matmul" in notes["originalLayersNames"].lower():
             kinds["fused"] += 1
-    return kinds["integer"], kinds["float"], kinds["fused"]
+            types = [node.get_input_element_type(i) for i in range(node.get_input_size())]
+            kinds["of integers"] += sum(kind in (openvino.Type.i8, openvino.Type.u8) for kind in types) >= 3  # q, k, v
+    return kinds["integer"], kinds["float"], kinds["fused"], kinds["of integers"]
 
 
 def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
@@ -161,7 +181,7 @@ def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verif
         linear = [n for n, module in model.named_modules() if isinstance(module, DeployedLinear | DeployedConv2d)]
         led = _compare_pass(read(file), model, images, list(grids_of(model)))
         _compare_pass(read(file), model, images, [n for n in grids_of(model) if n.rpartition(".")[0] in linear])
-        free = compiled(read(file)).create_infer_request().infer({0: images.numpy()})[OUTPUT]
+        free = OpenvinoModel(file)(images).numpy()  # in the precision that it will run in
     except ExportError as error:
         raise ExportError(f"{file} does not compute what the model computes: {error}") from error
     except Exception as error:  # the runtime raises classes of its own
@@ -202,7 +222,10 @@ def _compare_pass(program: "openvino.Model", model: nn.Module, images: Tensor, n
             low, high = (nodes[name].input_value(i).get_node().get_data() for i in (3, 4))
             steps = (found - low) / (high - low) * (_LEVELS - 1)
         stored = np.round(steps).astype(np.float32)
+        zero = grids[name].zero_point.numpy()
+        if grids[name].symmetric and not isinstance(grids[name], LogGrid) and not zero.ndim:
+            zero = np.full_like(zero, _LEVELS // 2)  # see _fuse_grid
         if not np.abs(steps - stored).max() <= NEAR:
             raise ExportError(f"at {name} it has values between those of its codes")
-        codes[name] = as_codes(name, grids[name], stored, grids[name].zero_point.numpy())
+        codes[name] = as_codes(name, grids[name], stored, zero)
     return compare_led(model, images, codes, values[OUTPUT])

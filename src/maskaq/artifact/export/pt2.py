@@ -1,6 +1,8 @@
 """A deployed model as torch's own exported program (`.pt2`): `torch.export.load(FILE).module()` needs no maskaq."""
 
 import io
+import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.artifact.export.metadata import as_text, describe
+from maskaq.artifact.export.metadata import REMEDY, as_text, describe
 from maskaq.errors import ExportError
 from maskaq.models import geometry
 from maskaq.storage.files import write_bytes_atomic
@@ -32,6 +34,19 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
     torch.export.save(program, buffer, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
     write_bytes_atomic(path, buffer.getvalue())
     return path
+
+
+def metadata_of(file: str | Path) -> dict[str, Any]:
+    """The entries that maskaq wrote into a program, read without loading it."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next((name for name in archive.namelist() if name.endswith(f"/{NOTES}")), None)
+            found = {} if name is None else json.loads(archive.read(name))
+    except (OSError, zipfile.BadZipFile, json.JSONDecodeError) as error:
+        raise ExportError(f"cannot read {file} as an exported program: {error}; {REMEDY}") from error
+    if not found:
+        raise ExportError(f"{file} was not written by maskaq: it has no {NOTES}; {REMEDY}")
+    return found
 
 
 @torch.no_grad()

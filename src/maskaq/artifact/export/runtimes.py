@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _IMAGES = 16
 _REST = 0.05
 """Seconds before a measurement: workers of the model before it spin for a while, in the hope of more work."""
 
-Run = Callable[[np.ndarray], object]
+Run = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,19 @@ class Speed:
         return asdict(self)
 
 
+class RunModel(nn.Module):
+    """What computes a batch as a module, for `maskaq.evaluate`."""
+
+    def __init__(self, run: Run, classes: int | None) -> None:
+        super().__init__()
+        self.run = run
+        self.num_classes = classes  # tells its task
+        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.from_numpy(np.array(self.run(images.numpy())))
+
+
 class OnnxModel(nn.Module):
     """An ONNX file as a module, for `maskaq.evaluate`."""
 
@@ -66,14 +80,22 @@ class OnnxModel(nn.Module):
         return torch.from_numpy(self.session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
+RUNTIMES = {".onnx": "ONNX Runtime", ".xml": "OpenVINO", ".pte": "ExecuTorch"}
+"""The runtime that a file was written for, by its suffix."""
+
+
 def of_openvino(file: str | Path) -> bool:
     """Whether a file is in OpenVINO's own format."""
     return Path(file).suffix == ".xml"
 
 
+def of_executorch(file: str | Path) -> bool:
+    return Path(file).suffix == ".pte"
+
+
 def runtime_of(file: str | Path) -> str:
     """The name of the runtime that a file was written for."""
-    return "OpenVINO" if of_openvino(file) else "ONNX Runtime"
+    return RUNTIMES.get(Path(file).suffix, "ONNX Runtime")
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
@@ -82,6 +104,14 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
         from maskaq.artifact.export import openvino as openvino_files
 
         return openvino_files.metadata_of(file)
+    if of_executorch(file):
+        from maskaq.artifact.export import executorch as executorch_files
+
+        return executorch_files.metadata_of(file)
+    if Path(file).suffix == ".pt2":
+        from maskaq.artifact.export import pt2
+
+        return pt2.metadata_of(file)
     return onnx_files.metadata_of(file)
 
 
@@ -92,6 +122,10 @@ def runnable(file: str | Path, threads: int = 0) -> nn.Module:
         from maskaq.artifact.export.openvino import OpenvinoModel
 
         model = OpenvinoModel(file, threads)
+    elif of_executorch(file):
+        from maskaq.artifact.export.executorch import ExecutorchModel
+
+        model = ExecutorchModel(file, threads)
     else:
         model = OnnxModel(file, threads)
     model.num_classes = metadata_of(file).get("classes")  # type: ignore[assignment]  # tells its task
@@ -104,25 +138,60 @@ def bytes_of(file: str | Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """Something to be timed: it is loaded when the turn of its runtime comes."""
+
+    name: str
+    runtime: str
+    megabytes: float
+    load: Callable[[int], Run]
+    """Number of threads -> what computes a batch."""
+
+
 def bench_files(
     files: Mapping[str, str | Path], *, batches: Sequence[int] = (1, 32), threads: int = 2, repeats: int = 10
 ) -> Iterator[Speed]:
-    """Speeds of named files in ONNX Runtime and then, where it is installed, in OpenVINO; ratios are to the first.
+    """Speeds of named files, the first an ONNX file: in ONNX Runtime, and where it is installed in OpenVINO.
 
-    Files of one runtime take turns, with the first of all as their measure. Two runtimes do not: threads of one that
-    wait for work slow the other. Both are told the number of threads: left to itself, ONNX Runtime pins its workers
-    to cores. Measure on idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
+    Programs of ExecuTorch run in it alone.
     """
     size = metadata_of(next(iter(files.values())))["input_size"]
-    first, *others = [name for name, file in files.items() if not of_openvino(file)]
-    reference = _onnxruntime(files[first], threads)
-    runtimes: dict[str, Callable[[], dict[str, Run]]] = {
-        "onnxruntime": lambda: {first: reference} | {name: _onnxruntime(files[name], threads) for name in others}
-    }
-    if importlib.util.find_spec("openvino") or 1 + len(others) < len(files):
-        runtimes["openvino"] = lambda: {name: _openvino(file, threads) for name, file in files.items()}
-    for runtime, load in runtimes.items():
-        runs = load()
+    candidates = [
+        Candidate(name, "onnxruntime", bytes_of(file) / 1e6, partial(runner, file))
+        for name, file in files.items()
+        if Path(file).suffix == ".onnx"
+    ]
+    others = [(name, file) for name, file in files.items() if not of_executorch(file)]
+    if importlib.util.find_spec("openvino") or any(of_openvino(file) for file in files.values()):
+        candidates += [Candidate(n, "openvino", bytes_of(f) / 1e6, partial(_openvino, f)) for n, f in others]
+    candidates += [
+        Candidate(name, "executorch", bytes_of(file) / 1e6, partial(runner, file))
+        for name, file in files.items()
+        if of_executorch(file)
+    ]
+    yield from bench(candidates, size, batches=batches, threads=threads, repeats=repeats)
+
+
+def bench(
+    candidates: Sequence[Candidate],
+    size: Sequence[int],
+    *,
+    batches: Sequence[int] = (1, 32),
+    threads: int = 2,
+    repeats: int = 10,
+) -> Iterator[Speed]:
+    """Speeds of candidates on images of this size, (C, H, W); ratios are to the first.
+
+    Those of one runtime take turns, with the first of all as their measure. Two runtimes do not: threads of one that
+    wait for work slow the other. All are told the number of threads: left to itself, ONNX Runtime pins its workers
+    to cores. Measure on idle cores: beside another busy process two threads are as slow as one (docs/LOG.md).
+    """
+    first = candidates[0]
+    reference = first.load(threads)
+    for runtime in dict.fromkeys(candidate.runtime for candidate in candidates):
+        group = {candidate.name: candidate for candidate in candidates if candidate.runtime == runtime}
+        runs = {name: reference if c is first else c.load(threads) for name, c in group.items()}
         for batch in batches:
             images = np.random.default_rng(0).standard_normal((batch, *size)).astype(np.float32)
             for name, (taken, ratios) in _in_turn(runs, reference, images, repeats).items():
@@ -130,7 +199,7 @@ def bench_files(
                     file=name,
                     runtime=runtime,
                     batch=batch,
-                    megabytes=bytes_of(files[name]) / 1e6,
+                    megabytes=group[name].megabytes,
                     milliseconds=statistics.median(taken),
                     fastest=min(taken),
                     slowest=max(taken),
@@ -172,10 +241,13 @@ class Products:
     integer: int
     in_float: int
     fused: int = 0
-    """Attentions that OpenVINO computes in one kernel each, of which it tells no more."""
+    """Attentions that OpenVINO computes in one kernel each."""
+    of_integers: int = 0
+    """Of these, the attentions whose q, k and v are integers."""
 
     def __str__(self) -> str:
-        fused = f", and {self.fused} attentions in a fused kernel each" if self.fused else ""
+        fused = f", and {self.fused} attentions in a fused kernel each, {self.of_integers} of them of integer q, k, v"
+        fused = fused if self.fused else ""
         return f"{self.integer} matrix products in integers, {self.in_float} in float{fused}"
 
 
@@ -200,18 +272,27 @@ def _seconds(run: Run, images: np.ndarray) -> float:
     return (time.perf_counter() - began) / times
 
 
-def _onnxruntime(file: str | Path, threads: int) -> Run:
+def runner(file: str | Path, threads: int) -> Run:
+    """A file in the runtime it was written for: images as an array -> outputs as an array."""
+    if of_openvino(file):
+        return _openvino(file, threads)
+    if of_executorch(file):
+        from maskaq.artifact.export.executorch import ExecutorchModel
+
+        model = ExecutorchModel(file, threads)
+        return lambda images: model(torch.from_numpy(images)).numpy()
     with _explained(file):
-        runner = session(file, threads=threads)
-    return lambda images: runner.run([OUTPUT], {INPUT: images})
+        opened = session(file, threads=threads)
+    return lambda images: opened.run(None, {INPUT: images})[0]
 
 
 def _openvino(file: str | Path, threads: int) -> Run:
-    from maskaq.artifact.export.openvino import compiled, read
+    from maskaq.artifact.export.openvino import compiled, precision_of, read
 
     with _explained(file):
-        request = compiled(read(file), threads).create_infer_request()
-    return lambda images: request.infer({0: images}, share_inputs=True)
+        program = read(file)
+        request = compiled(program, threads, precision_of(program)).create_infer_request()
+    return lambda images: request.infer({0: images}, share_inputs=True)[0]
 
 
 @contextmanager

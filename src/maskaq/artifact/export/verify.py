@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maskaq.artifact.export import agreement
 from maskaq.errors import ExportError
 from maskaq.quant.deployed import CodedWeight, FixedGrid, LogGrid
-from maskaq.tasks import task_of
 
 try:
     import onnx
@@ -85,12 +85,6 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
 
 
 @torch.no_grad()
-def agreement_means(model: nn.Module) -> str:
-    if task_of(model).name == "classification":
-        return "predict the same class"
-    return "give features with a cosine similarity above 0.99"
-
-
 def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: np.ndarray) -> Verification:
     """Combine passes fed with the runtime's codes with a comparison of the logits of a free-running pass."""
     ours = model(images)
@@ -103,9 +97,9 @@ def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]"
         farthest=max(p.farthest for p in passes),
         logits=max(p.logits for p in passes),
         images=len(images),
-        agreement_means=agreement_means(model),
-        agreement=(task_of(model).agreement(ours, theirs) > 0.99).double().mean().item(),
-        correlation=torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1].item(),
+        agreement_means=agreement.means(model),
+        agreement=agreement.share(model, ours, theirs),
+        correlation=agreement.correlation(ours, theirs),
     )
 
 

@@ -1,0 +1,35 @@
+"""How the outputs of a file compare with those of the model it was made from, each left to itself."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from maskaq.tasks import task_of
+
+
+@dataclass(frozen=True)
+class Agreement:
+    images: int
+    means: str
+    """What file and model do on an image where they agree."""
+    share: float
+    """Of the images that they agree on."""
+    correlation: float
+    """Of all their outputs."""
+    reference: float
+    """Correlation of the file's outputs with those of the same arithmetic in torch."""
+
+
+def means(model: nn.Module) -> str:
+    if task_of(model).name == "classification":
+        return "predict the same class"
+    return "give features with a cosine similarity above 0.99"
+
+
+def share(model: nn.Module, ours: Tensor, theirs: Tensor) -> float:
+    return (task_of(model).agreement(ours, theirs) > 0.99).double().mean().item()
+
+
+def correlation(ours: Tensor, theirs: Tensor) -> float:
+    return torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1].item()

@@ -80,21 +80,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import console as draw  # they bring torch and timm
     from maskaq.cli import resolve
     from maskaq.cli.evaluation import EvaluationImages
-    from maskaq.models.load import architecture_of
     from maskaq.runs.compare import Comparison
 
     rows = _rows(arguments)
     model = resolve.full_precision(arguments.model)
-    args = resolve.timm_args(arguments.model)
-    source = {
-        "name": arguments.model.model,
-        "args": args,
-        "checkpoint": resolve.absolute(arguments.model.checkpoint) if arguments.model.checkpoint else None,
-        "mean": arguments.model.mean,
-        "std": arguments.model.std,
-        "architecture": architecture_of(model, arguments.model.model, args),
-        "command": invocation.command_line,
-    }
     data = DataOptions(None, arguments.class_index, arguments.crop_pct, arguments.interpolation, arguments.readers)
 
     def batches(model: Any, folder: str) -> Any:
@@ -108,7 +97,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
             arguments.out,
             model,
             rows,
-            source=source,
+            source=resolve.source_of(arguments.model, model, invocation.command_line),
             batches=batches if arguments.folders else None,
             folders=arguments.folders,
             scale=arguments.scale,

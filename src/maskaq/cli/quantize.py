@@ -49,25 +49,14 @@ def add_images_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import resolve, running  # they bring torch and timm
-    from maskaq.models.load import architecture_of
 
     recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
     chosen = arguments.model
-    model_args = resolve.timm_args(arguments.model)
     model = resolve.full_precision(chosen)
-    source = {
-        "name": chosen.model,
-        "args": model_args,
-        "checkpoint": resolve.absolute(chosen.checkpoint) if chosen.checkpoint else None,
-        "mean": chosen.mean,
-        "std": chosen.std,
-        "architecture": architecture_of(model, chosen.model, model_args),
-        "command": invocation.command_line,
-    }
     request = running.Request(
         name=chosen.model,
         model=model,
-        source=source,
+        source=resolve.source_of(chosen, model, invocation.command_line),
         recipe=recipe,
         out=arguments.out or f"runs/{chosen.model}-{recipe.quantization.bits.replace(':', '-')}",
         seed=arguments.seed,

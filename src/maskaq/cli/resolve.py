@@ -16,7 +16,7 @@ from maskaq.images.sets import to_pixels
 from maskaq.images.stored import noise
 from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, Objective
 from maskaq.models import geometry
-from maskaq.models.load import load_model, load_shape
+from maskaq.models.load import architecture_of, load_model, load_shape
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.opened import OpenedRun, handed_over_model, open_run
@@ -30,8 +30,9 @@ def recipe_of(options: RecipeOptions, default: str) -> Recipe:
 
 def check_names(recipe: Recipe) -> None:
     """RecipeError for an unknown quantizer or term, before weights are downloaded and a plan is shown."""
-    for name in (recipe.quantization.weight, recipe.quantization.activation):
-        if name not in QUANTIZERS:
+    scheme = recipe.quantization
+    for name in (scheme.weight, scheme.activation, scheme.softmax):
+        if name not in QUANTIZERS and (name != "same" or name != scheme.softmax):
             raise RecipeError(unknown("quantizer", name, QUANTIZERS))
     Objective(SYNTHESIS_TERMS, recipe.synthesis.terms, "synthesis.terms")
     Objective(CALIBRATION_TERMS, recipe.calibration.terms, "calibration.terms")
@@ -62,6 +63,20 @@ def timm_args(options: ModelOptions) -> dict[str, Any]:
 def model_of(options: ModelOptions) -> nn.Module:
     """The full-precision model with its weights."""
     return load_model(options.model, options.checkpoint, timm_args(options), options.mean, options.std)
+
+
+def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str, Any]:
+    """What the model of a run is, as the run writes it down."""
+    args = timm_args(options)
+    return {
+        "name": options.model,
+        "args": args,
+        "checkpoint": absolute(options.checkpoint) if options.checkpoint else None,
+        "mean": options.mean,
+        "std": options.std,
+        "architecture": architecture_of(model, options.model, args),
+        "command": command,
+    }
 
 
 def shape_of(options: ModelOptions) -> nn.Module:

@@ -174,9 +174,10 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     if geometry.left_out:
         total = len(geometry.layers) + len(geometry.left_out)
         table.add_row("attention", f"{len(geometry.layers)} of {total} lie on the image: losses on maps use these")
+    softmax = "" if scheme.softmax == "same" else f", {scheme.softmax} softmax"
     table.add_row(
         "bits",
-        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
+        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations{softmax}; "
         f"first ranges: {scheme.weight_range} and {scheme.activation_range})",
     )
     if scheme.rotate:

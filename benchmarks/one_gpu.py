@@ -36,7 +36,6 @@ from maskaq.recipe.schema import load_recipe
 from maskaq.runs.provenance import pick_device, surroundings
 from maskaq.storage.files import read_tensors, write_tensors
 
-RECIPE = ("synthesis.steps=20", "refresh.every=0", "calibration.epochs=4")
 EMBEDDED = "cifar10_"
 
 
@@ -46,7 +45,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="weights; without them random ones, which serve as well here")
     parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--images", type=int, default=1024, help="of the runs")
+    parser.add_argument("--images", type=int, default=2048, help="of the runs whose images are compared")
+    parser.add_argument("--run-steps", type=int, default=400, help="of these runs: long enough for a helper to begin")
     parser.add_argument("--batch", type=int, default=256, help="of synthesis")
     parser.add_argument("--calibration-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
@@ -129,7 +129,8 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
         out = args.out / name
         shutil.rmtree(out, ignore_errors=True)
         words = ["quantize", args.model, *([] if args.model.startswith(EMBEDDED) else ["--checkpoint", weights])]
-        words += ["--recipe", "quick", "--set", f"synthesis.images={args.images}", *RECIPE]
+        words += ["--recipe", "quick", "--set", f"synthesis.images={args.images}", f"synthesis.steps={args.run_steps}"]
+        words += ["refresh.every=0", "calibration.epochs=1"]
         words += ["--out", out, "--no-report", *(["--device", args.device] if args.device else [])]
         helper = None
         began = time.monotonic()

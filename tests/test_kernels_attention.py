@@ -63,13 +63,14 @@ def compiled(kernel, absent, constants, options):
 )
 def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
     pitch = -(-tokens // 8) * 8
+    table = "p_table_ptr" not in absent
     shape = dict(T=tokens, D=head_dim, PITCH=pitch, P_TOP=15, FIRST_READER=0, READERS=1)
     rows = dict(
         D_SCORES_BATCH=3 * tokens * pitch, D_SCORES_HEAD=tokens * pitch, D_SCORES_TOKEN=pitch, D_SCORES_READ=pitch
     )
     for kernel, options, more in (
-        (kernels._forward_kernel, kernels._forward_options(tokens, head_dim), {}),
-        (kernels._backward_kernel, kernels._backward_options(tokens, head_dim), rows),
+        (kernels._forward_kernel, kernels._forward_options(tokens, head_dim, table), {}),
+        (kernels._backward_kernel, kernels._backward_options(tokens, head_dim, table), rows),
     ):
         binary = compiled(kernel, absent & set(kernel.arg_names), {**shape, **more}, options)
         assert binary.metadata.shared < 227 * 1024
@@ -78,7 +79,10 @@ def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
 
 @outside
 def test_the_bias_of_a_window_is_read_in_whole_rows():
-    shape, options = dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0), kernels._forward_options(49, 32)
+    shape, options = (
+        dict(T=49, D=32, PITCH=56, P_TOP=15, FIRST_READER=0, READERS=0),
+        kernels._forward_options(49, 32, False),
+    )
 
     def loads(*absent):
         return compiled(kernels._forward_kernel, ("p_table_ptr", *absent), shape, options).asm["ptx"].count("ld.global")

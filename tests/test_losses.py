@@ -349,19 +349,38 @@ def test_a_heavier_patch_counts_more_in_every_head_loss():
         assert loss(p, q, heavy).item() > loss(p, q, light).item() > 0
 
 
-def test_relative_error_equals_the_loop_for_any_number_of_axes():
+def test_relative_error_equals_the_loop_over_tokens_for_any_number_of_axes():
     for shape in ((3, 6), (3, 4, 5), (3, 2, 3, 4)):
         p, q = draw(*shape), draw(*shape, seed=1)
         wanted = []
-        for a, b in zip(p.flatten(1).tolist(), q.flatten(1).tolist(), strict=True):
-            variance = mean((v - mean(a)) ** 2 for v in a)
-            wanted.append(mean((u - v) ** 2 for u, v in zip(a, b, strict=True)) / variance)
+        for tokens, others in zip(
+            p.reshape(3, -1, shape[-1]).tolist(), q.reshape(3, -1, shape[-1]).tolist(), strict=True
+        ):
+            errors = []
+            for a, b in zip(tokens, others, strict=True):
+                variance = mean((v - mean(a)) ** 2 for v in a)
+                errors.append(mean((u - v) ** 2 for u, v in zip(a, b, strict=True)) / variance)
+            wanted.append(mean(errors))
         near(distill.relative_error(p, q), wanted)
 
 
-def test_relative_error_of_the_teachers_mean_is_one():
+def test_relative_error_of_each_tokens_mean_is_one():
     p = draw(3, 4, 5)
-    near(distill.relative_error(p, p.mean(dim=(1, 2), keepdim=True).expand_as(p)), [1, 1, 1])
+    near(distill.relative_error(p, p.mean(dim=-1, keepdim=True).expand_as(p)), [1, 1, 1])
+
+
+def test_a_token_a_hundred_times_as_long_counts_as_any_other():
+    p, q = draw(2, 10, 6), draw(2, 10, 6, seed=1)
+    before = distill.relative_error(p, q)
+    p[:, 3] *= 100
+    q[:, 3] *= 100
+    near(distill.relative_error(p, q), before.tolist())
+
+
+def test_a_constant_token_does_not_drown_the_others():
+    p, q = draw(1, 10, 6), draw(1, 10, 6, seed=1)
+    p[:, 3] = 0
+    assert distill.relative_error(p, q).item() < 1e3 * distill.relative_error(p[:, 4:], q[:, 4:]).item()
 
 
 @pytest.mark.parametrize("loss", [distill.head_structure, distill.head_cosine, distill.head_mse])

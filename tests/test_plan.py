@@ -80,6 +80,21 @@ def test_the_last_rule_that_matches_wins_for_what_it_says(build):
     assert not [name for name in plan.sites if ".qk." in name]
 
 
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_the_softmax_may_have_a_quantizer_of_its_own(build):
+    plan = build_plan(expose(build()), Quantization(activation="lsq", softmax="log"))
+    activations = [site for site in plan if site.role == "activation"]
+    assert {site.quantizer for site in activations if site.name.endswith(".av.a")} == {"log"}
+    assert {site.quantizer for site in activations if not site.name.endswith(".av.a")} == {"lsq"}
+
+
+def test_relative_ranges_are_for_activations():
+    with pytest.raises(RecipeError, match="relative"):
+        build_plan(expose(tiny_vit()), ruled(Rule(match="*.weight", range="relative")))
+    with pytest.raises(RecipeError, match="weight_range"):
+        Quantization(weight_range="relative")
+
+
 def test_first_and_last_are_rules_that_others_can_overrule():
     plan = build_plan(expose(tiny_vit()), ruled(Rule(match="head.weight", bits="3"), first_last="8"))
     assert plan.sites["head.weight"].bits == 3 and plan.sites["head.input"].bits == 8

@@ -1,6 +1,7 @@
 """maskaq.quant: grids hold exactly 2^b codes, floats say what integers say, LSQ learns with LSQ's gradients."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -306,6 +307,50 @@ def test_mse_finds_the_best_bound_of_each_channel_in_steps_of_two_percent():
     assert torch.equal(low, -high) and (high < 0.9 * x.abs().amax(dim=1)).all()
 
 
+def squared_error(x, low, high, bits, weights=1.0):
+    """Of the unsigned grid over [low, high], by hand."""
+    scale = (high - low) / (2**bits - 1)
+    zero = (-low / scale).round()
+    return (((((x / scale).round() + zero).clamp(0, 2**bits - 1) - zero) * scale - x).square() * weights).mean().item()
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_mse_finds_a_range_as_good_as_any_of_a_fine_grid(bits):
+    draw = torch.Generator().manual_seed(bits)
+    x = torch.randn(1, 20_000, generator=draw)
+    x[0, :20] *= torch.randn(20, generator=draw) * 40  # a few values far out, on both sides
+    found = squared_error(x, *ranges.mse(x, bits, False, 1.0), bits)
+    low, high = x.amin(), x.amax()
+    tried = [
+        squared_error(x, low * a, high * b, bits) for a in torch.logspace(0, -3, 40) for b in torch.logspace(0, -3, 40)
+    ]
+    assert found <= 1.02 * min(tried)
+
+
+def test_relative_ranges_fit_the_many_tokens_and_not_the_longest():
+    x = torch.randn(1, 100, 16, generator=torch.Generator().manual_seed(0))
+    x[:, 7] *= 200  # one token in a hundred, as pretrained ViTs have them
+    scales = {}
+    for method in ("mse", "relative"):
+        made = make_quantizer("static", replace(site("activation", 4), range=method))
+        made.observed = []
+        made(x)
+        made.set_observed_range(1.0)
+        made.observed = None
+        scales[method] = made.scale.item()
+        errors = (made(x) - x).square().mean(dim=-1) / x.square().mean(dim=-1)
+        assert (errors.median() < 0.05) == (method == "relative")
+    assert scales["relative"] < scales["mse"] / 20
+
+
+def test_a_value_counts_by_the_vector_that_enters_the_dot_product():
+    x = torch.randn(2, 3, 4, 5)
+    for axis, size in ((-1, 5), (-2, 4)):
+        weights = ranges.importance(x, axis)
+        assert weights.shape == x.shape
+        torch.testing.assert_close((weights * x.square()).sum(dim=axis), torch.full_like(x.sum(dim=axis), size))
+
+
 @pytest.mark.parametrize("method", sorted(ranges.RANGES))
 @pytest.mark.parametrize("value", [0.0, 2.5, -2.5, 1e-30])
 def test_constant_tensors_give_numbers_and_gradients(method, value):
@@ -418,7 +463,7 @@ def test_an_observing_quantizer_passes_values_on_and_keeps_their_extremes():
     x = torch.randn(7, 20_011)
     assert made(x) is x
     (kept,) = made.observed
-    assert len(kept) < x.numel() / 4 and kept.max() == x.max() and kept.min() == x.min()
+    assert kept.numel() < x.numel() / 4 and kept.max() == x.max() and kept.min() == x.min()
 
 
 # --- names and doors ---------------------------------------------------------------------------------------------

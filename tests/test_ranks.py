@@ -167,6 +167,7 @@ def wait_for_the_leader(folder: Path) -> None:
             (folder / "seconds").write_text(str(time.process_time() - began))
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_the_leader_without_spinning(tmp_path):
     assert in_ranks(2, wait_for_the_leader, tmp_path) == [0, 0]
     assert float((tmp_path / "seconds").read_text()) < 0.5
@@ -180,6 +181,7 @@ def run_and_tell(out: Path, recipe) -> None:
         raise SystemExit(1) from None
 
 
+@pytest.mark.slow
 def test_an_error_of_the_leader_ends_all_ranks(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -198,6 +200,7 @@ def run_with_a_full_disk(out: Path) -> None:
     run(out)
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_full_disk_leaves_the_images_to_others_and_calibrates(tmp_path, alone):
     out = tmp_path / "run"
     assert in_ranks(2, run_with_a_full_disk, out) == [0, 0]
@@ -232,6 +235,7 @@ def run_as_another_version(out: Path) -> None:
     run_and_tell(out, RECIPE)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_version_is_refused(tmp_path):
     out = tmp_path / "run"
     assert in_ranks(2, run_as_another_version, out) == [1, 1]

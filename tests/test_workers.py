@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import yaml
-from helpers import VIT, VIT_ARGS, assert_same_run, hook, in_process, rewrite_run_json, small_recipe, tiny_vit
+from helpers import (
+    VIT,
+    VIT_ARGS,
+    assert_same_run,
+    hook,
+    in_process,
+    mostly_slow,
+    rewrite_run_json,
+    small_recipe,
+    tiny_vit,
+)
 
 from maskaq.cli import main as cli
 from maskaq.cli.main import main
@@ -138,6 +148,17 @@ def test_images_and_weights_are_the_same_bytes_for_any_number_of_workers(tmp_pat
     assert len(makers(out)) == 1 + workers and not (out / "leases").exists()
 
 
+@pytest.mark.slow
+def test_the_leader_says_how_many_images_a_part_has(tmp_path, source, alone):
+    out = tmp_path / "run"
+    lead(out, source, part=5)
+    order = json.loads((out / "images/round_00/order.json").read_text())
+    assert order["shards_at_once"] == 2, "whole shards of 2 images"
+    assert json.loads((alone / "images/round_00/order.json").read_text())["shards_at_once"] == 1
+    shards = [event for event in RunFolder.read(out).events() if event.get("round") == 0 and "shard" in event]
+    assert sorted(event["shard"] for event in shards) == list(range(6)), "each was made once"
+
+
 def test_workers_finish_a_round_whose_leader_died_and_the_leader_takes_what_they_made(tmp_path, source, alone):
     out = tmp_path / "run"
     died = in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
@@ -150,7 +171,7 @@ def test_workers_finish_a_round_whose_leader_died_and_the_leader_takes_what_they
     assert len(makers(out)) == 3
 
 
-@pytest.mark.parametrize("fault", ["killed", "full disk", "clock 600", "clock -600"])
+@pytest.mark.parametrize("fault", mostly_slow(["killed", "full disk", "clock 600", "clock -600"], "killed"))
 def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
     out = tmp_path / "run"
     together(out, 1)
@@ -182,7 +203,7 @@ def test_a_worker_that_was_overtaken_leaves_what_the_other_wrote(tmp_path, sourc
     assert_same_bytes(alone, out)
 
 
-@pytest.mark.parametrize("key", ["maskaq", "torch", "device", "commit"])
+@pytest.mark.parametrize("key", mostly_slow(["maskaq", "torch", "device", "commit"], "maskaq"))
 def test_a_worker_whose_images_would_differ_is_refused(tmp_path, source, key):
     out = tmp_path / "run"
     in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
@@ -200,6 +221,7 @@ def test_a_worker_whose_images_would_differ_is_refused(tmp_path, source, key):
         assert work(out, device="cpu", wait=0.1, any_device=True) == 5
 
 
+@pytest.mark.slow
 def test_a_worker_whose_student_differs_is_refused(tmp_path, source):
     out = tmp_path / "run"
     in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
@@ -252,7 +274,7 @@ def in_process_pid() -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("wrong", [-600.0, 600.0])
+@pytest.mark.parametrize("wrong", mostly_slow([-600.0, 600.0], 600.0))
 def test_a_wrong_clock_neither_loses_a_lease_nor_keeps_a_dead_one(tmp_path, monkeypatch, wrong):
     touch = os.utime
     monkeypatch.setattr(os, "utime", lambda path: touch(path, (time.time() + wrong,) * 2))

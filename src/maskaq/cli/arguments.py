@@ -165,6 +165,13 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes of this machine, one for each GPU (default: 1; on several machines: torchrun, docs/SCALING.md)",
     )
+    parser.add_argument(
+        "--part",
+        type=converters.positive,
+        metavar="IMAGES",
+        help="images that a worker makes together (default: what is fastest on one GPU, up to 256); smaller parts keep "
+        "more GPUs busy",
+    )
     add_lease(parser)
 
 

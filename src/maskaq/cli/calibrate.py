@@ -23,6 +23,7 @@ class Arguments:
     no_report: bool
     workers: int
     lease: float
+    part: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,5 +58,6 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         plain=arguments.plain,
         data=arguments.data,
         lease=arguments.lease,
+        part=arguments.part,
     )
     running.carry_out(request, invocation.console)

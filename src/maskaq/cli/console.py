@@ -171,9 +171,10 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
     table.add_row("input", preparation(geometry))
+    softmax = "" if scheme.softmax == "same" else f", {scheme.softmax} softmax"
     table.add_row(
         "bits",
-        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations; "
+        f"{scheme.bits} ({scheme.weight} weights, {scheme.activation} activations{softmax}; "
         f"first ranges: {scheme.weight_range} and {scheme.activation_range})",
     )
     if scheme.rotate:

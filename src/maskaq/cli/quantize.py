@@ -25,6 +25,7 @@ class Arguments:
     no_report: bool
     workers: int = 1
     lease: float = 60.0
+    part: int | None = None
     only_images: bool = False
     """Of `synthesize`."""
 
@@ -66,5 +67,6 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         data=arguments.data,
         only_images=arguments.only_images,
         lease=arguments.lease,
+        part=arguments.part,
     )
     running.carry_out(request, invocation.console)

@@ -30,8 +30,9 @@ def recipe_of(options: RecipeOptions, default: str) -> Recipe:
 
 def check_names(recipe: Recipe) -> None:
     """RecipeError for an unknown quantizer or term, before weights are downloaded and a plan is shown."""
-    for name in (recipe.quantization.weight, recipe.quantization.activation):
-        if name not in QUANTIZERS:
+    scheme = recipe.quantization
+    for name in (scheme.weight, scheme.activation, scheme.softmax):
+        if name not in QUANTIZERS and (name != "same" or name != scheme.softmax):
             raise RecipeError(unknown("quantizer", name, QUANTIZERS))
     Objective(SYNTHESIS_TERMS, recipe.synthesis.terms, "synthesis.terms")
     Objective(CALIBRATION_TERMS, recipe.calibration.terms, "calibration.terms")

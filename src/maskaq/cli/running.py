@@ -45,6 +45,7 @@ class Request:
     data: DataOptions
     only_images: bool = False
     lease: float = SECONDS
+    part: int | None = None
 
 
 def carry_out(request: Request, console: Console) -> None:
@@ -102,6 +103,7 @@ def _quantize(request: Request, device: torch.device, progress: Progress) -> Non
         keep=request.keep,
         report=request.report,
         lease=request.lease,
+        part=request.part,
     )
 
 

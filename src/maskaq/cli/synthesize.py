@@ -20,6 +20,7 @@ class Arguments:
     plain: bool
     workers: int
     lease: float
+    part: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         keep="better",
         no_report=True,
         lease=arguments.lease,
+        part=arguments.part,
         only_images=True,
     )
     quantize.run(all_stages, invocation)

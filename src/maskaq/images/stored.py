@@ -170,10 +170,20 @@ class StoredImages:
 
     Args:
         others_make: a process that does not lead the run, and cannot write images, waits for what others make.
+        part: images that are made together, in place of what is fastest on this device; of a round that has begun, it
+            stays as it was.
     """
 
-    def __init__(self, run: RunFolder, source: ImageSource, history: StudentHistory, others_make: bool = False) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        source: ImageSource,
+        history: StudentHistory,
+        others_make: bool = False,
+        part: int | None = None,
+    ) -> None:
         self.run = run
+        self.part = part
         self.others_make = others_make
         self.source = source
         self.history = history
@@ -267,11 +277,16 @@ class StoredImages:
                 found[shard] = sound
         return [shard for shard in shards if shard not in found]
 
+    def _shards_at_once(self) -> int:
+        if self.part is not None:
+            return max(1, min(self.part // self.recipe.synthesis.batch, len(self.numbers)))
+        return self.source.shards_at_once(len(self.numbers))
+
     def _parts(self, round_index: int) -> list[list[int]]:
         """Shards that are made together; none while the leader of the run has not asked for the round's images."""
         order, against = self.run.order(round_index), self.made_against(round_index)
         if self.run.leads:
-            at_once = order["shards_at_once"] if order else self.source.shards_at_once(len(self.numbers))
+            at_once = order["shards_at_once"] if order else self._shards_at_once()
             asked = {"against": against or "", "shards_at_once": at_once}
             if order != asked:
                 self.run.write_order(round_index, order := asked)

@@ -130,6 +130,8 @@ class Synthesizer:
         """
         if self._expected != images:
             self._room = self.batch = self._expected = images
+            if self._buffers is not None and len(self._buffers.labels) != images:
+                self._buffers = None  # of a forecast
 
     def _fitting(self) -> int:
         """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""

@@ -107,7 +107,9 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 if name in rectified and f"{name}.{slot}" not in before.sites:  # rotated values have both signs
                     signed = False
                 site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
-                site = replace(site, quantizer=scheme.activation, range=scheme.activation_range)
+                is_softmax = isinstance(module, Matmul) and not signed
+                own = scheme.softmax if is_softmax and scheme.softmax != "same" else scheme.activation
+                site = replace(site, quantizer=own, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
             sites[site.name] = _for_target(site, scheme.target)
     heads = {name: m.num_heads for name, m in teacher.named_modules() if isinstance(m, AttentionProducts)}
@@ -170,6 +172,10 @@ def _ruled(sites: dict[str, Site], rules: Iterable[Rule], heads: Mapping[str, in
                 else:
                     changes["bits"] = int(rule.bits)
             site = replace(sites[name], **{key: value for key, value in changes.items() if value})
+            if site.role == "weight" and site.range == "relative":
+                raise RecipeError(
+                    f"quantization.rule: range relative is for activations, and {name} is a weight; use mse"
+                )
             sites[name] = _with_granularity(site, rule.granularity, heads) if rule.granularity else site
     return {name: site for name, site in sites.items() if name not in in_float}
 

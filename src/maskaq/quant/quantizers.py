@@ -61,7 +61,7 @@ class Quantizer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
-            self.observed.append(self.sample(x.detach(), _OBSERVED))
+            self.observed.append(self._seen(x.detach()))
             return x
         if self.drop >= 1:
             return x
@@ -85,10 +85,12 @@ class Quantizer(nn.Module):
         scale, zero_point = self._grid(codes)
         return grid.dequantize(codes, scale, zero_point)
 
-    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
+    def set_range(
+        self, values: Tensor, method: str, percentile: float = 1.0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`; (C,) its ends."""
-        rows = self._rows(values)
-        low, high = ranges.RANGES[method](rows, self.site.bits, self.symmetric, percentile)
+        of_values = None if weights is None else self._rows(weights)
+        low, high = ranges.RANGES[method](self._rows(values), self.site.bits, self.symmetric, percentile, of_values)
         if self.symmetric:
             self._store(self._symmetric_scale(torch.maximum(-low, high)), torch.full_like(low, self.middle))
         else:
@@ -107,11 +109,25 @@ class Quantizer(nn.Module):
             return values.movedim(-3, 0).flatten(1)
         return values.flatten(1) if self.site.channels else values.reshape(1, -1)
 
-    def sample(self, x: Tensor, most: int) -> Tensor:
-        """About so many of an activation's values: (M,), or (heads, 1, M)."""
+    def _seen(self, x: Tensor) -> Tensor:
+        """What is kept of an observed tensor: some of its values and, for relative errors, their weights."""
+        if self.site.range != "relative":
+            return self.sample(x, _OBSERVED)[None]
+        weights = ranges.importance(x, axis=-2 if self.site.slot == "b" else -1)
+        return self.sample(x, _OBSERVED, weights)
+
+    def set_observed_range(self, percentile: float) -> None:
+        """Choose the range for what was observed."""
+        values, *weights = torch.cat(self.observed or [], dim=-1)
+        self.set_range(values, self.site.range, percentile, *weights)
+
+    def sample(self, x: Tensor, most: int, *others: Tensor) -> Tensor:
+        """About so many of an activation's values: (M,), or (heads, 1, M); with others, those before it: (2, ...)."""
         if not self.site.heads:
-            return ranges.sample(x, most)
-        return torch.stack([ranges.sample(head, most // self.site.heads)[None] for head in x.movedim(-3, 0)])
+            return ranges.sample(x, most, *others)
+        heads = zip(*(tensor.movedim(-3, 0) for tensor in (x, *others)), strict=True)
+        parts = [ranges.sample(head, most // self.site.heads, *rest)[..., None, :] for head, *rest in heads]
+        return torch.stack(parts, dim=1 if others else 0)
 
     def _store(self, scale: Tensor, zero_point: Tensor) -> None:
         self.scale.data.copy_(scale.reshape(self.scale.shape))
@@ -203,9 +219,11 @@ class MinMax(Static):
     roles = ("weight",)
     derived = ("scale",)
 
-    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
+    def set_range(
+        self, values: Tensor, method: str, percentile: float = 1.0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Set the range by clipping the weights in place, as the range always follows the weights."""
-        low, high = super().set_range(values, method, percentile)
+        low, high = super().set_range(values, method, percentile, weights)
         bound = torch.maximum(-low, high).reshape((-1,) + (1,) * (values.dim() - 1))
         values.detach().clamp_(-bound, bound)
         return low, high
@@ -281,8 +299,11 @@ class Log(LSQ):
     def dequantize(self, codes: Tensor) -> Tensor:
         return grid.log_dequantize(codes, self._grid(codes)[0], self.levels)
 
-    def set_range(self, values: Tensor, method: str, percentile: float = 1.0) -> tuple[Tensor, Tensor]:
-        levels, tops = ranges.log_grid(self._rows(values), self.site.bits, method, percentile)
+    def set_range(
+        self, values: Tensor, method: str, percentile: float = 1.0, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        of_values = None if weights is None else self._rows(weights)
+        levels, tops = ranges.log_grid(self._rows(values), self.site.bits, method, percentile, of_values)
         self.levels.copy_(levels)
         self._store(ranges.affine(torch.zeros_like(tops), tops, self.site.bits)[0], torch.zeros_like(tops))
         self.ready = True

@@ -1,4 +1,7 @@
-"""Ways to choose the range a quantizer covers, from values it will see. Each: (C, M) values -> (C,) low, (C,) high."""
+"""Ways to choose the range a quantizer covers, from values it will see. Each: (C, M) values -> (C,) low, (C,) high.
+
+(C, M) weights say how much the error of each value counts; None: all the same.
+"""
 
 import math
 from collections.abc import Callable
@@ -28,55 +31,82 @@ def symmetric(bound: Tensor, bits: int, narrow: bool = False) -> Tensor:
     return (2 * bound / ((1 << bits) - 1 - narrow)).clamp(min=_SMALLEST_STEP)
 
 
-def sample(x: Tensor, most: int) -> Tensor:
+def sample(x: Tensor, most: int, *others: Tensor) -> Tensor:
     """At most about `most` values of x, evenly spread over every axis, always with its smallest and its largest.
 
     A stride that shares a factor with an axis would see only some of its channels. (Just above `most`, a number of
     values with many small factors may need a stride that keeps a tenth of them.)
+
+    Args:
+        others: tensors of the same shape. Their values at the same places come with those of x: (1 + others, M).
     """
-    flat = x.flatten()
-    if flat.numel() <= most:
-        return flat
-    stride = -(-flat.numel() // most)
-    while math.gcd(stride, flat.numel()) > 1:
-        stride += 1
-    return torch.cat([flat[::stride], flat.amin()[None], flat.amax()[None]])
+    tensors = [tensor.flatten() for tensor in (x, *others)]
+    flat = tensors[0]
+    if flat.numel() > most:
+        stride = -(-flat.numel() // most)
+        while math.gcd(stride, flat.numel()) > 1:
+            stride += 1
+        ends = torch.stack([flat.argmin(), flat.argmax()])
+        tensors = [torch.cat([tensor[::stride], tensor[ends]]) for tensor in tensors]
+    return torch.stack(tensors) if others else tensors[0]
 
 
-def minmax(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+def importance(x: Tensor, axis: int) -> Tensor:
+    """The weight of each value that makes errors relative: one over the mean square of its vector along an axis."""
+    power = x.square().mean(dim=axis, keepdim=True)
+    return (1 / power.clamp(min=1e-6 * power.mean()).clamp(min=_SMALLEST_STEP)).expand_as(x)
+
+
+def minmax(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The smallest and the largest value."""
     return values.amin(dim=1), values.amax(dim=1)
 
 
-def percentile(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+def percentile(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The range that leaves out the outer (1 - percentile) of the values, half of it at each end."""
     ordered = values.sort(dim=1).values
     cut = round((1 - percentile) / 2 * (ordered.shape[1] - 1))
     return ordered[:, cut], ordered[:, -1 - cut]
 
 
-def mse(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
-    """The range with the least squared quantization error: each end shrunk in turn, twice over, in steps of 2 %."""
-    shrinks = torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, 1)
+def mse(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The range with the least squared quantization error.
+
+    A range that is not symmetric is searched from its largest extent: both ends shrunk together, down to a thousandth
+    (one value in a million may be a hundred times the others), then each end in turn, in finer and finer steps.
+    """
     if is_symmetric:
+        shrinks = torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, 1)
         bounds = values.abs().amax(dim=1) * shrinks  # (S, C)
-        return _least_error(values, bits, -bounds, bounds, is_symmetric=True)
+        return _least_error(values, weights, bits, -bounds, bounds, is_symmetric=True)
     low, high = minmax(values, bits, False, percentile)
-    best_low, best_high = low, high
-    for _ in range(2):
-        best_low, best_high = _least_error(values, bits, best_low.expand(50, -1), high * shrinks, is_symmetric=False)
-        best_low, best_high = _least_error(values, bits, low * shrinks, best_high.expand(50, -1), is_symmetric=False)
+    together = torch.logspace(0, -10, 60, base=2, device=values.device)[:, None]
+    best_low, best_high = _least_error(values, weights, bits, low * together, high * together)
+    for octaves in (1.0, 0.25):
+        around = torch.logspace(octaves, -octaves, 41, base=2, device=values.device)[:, None]
+        highs = torch.minimum(best_high * around, high)
+        best_low, best_high = _least_error(values, weights, bits, best_low.expand_as(highs), highs)
+        lows = torch.maximum(best_low * around, low)
+        best_low, best_high = _least_error(values, weights, bits, lows, best_high.expand_as(lows))
     return best_low, best_high
 
 
-def best_percentile(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+def best_percentile(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Of three percentiles at both ends, the one of least squared error (RepQ-ViT)."""
     ends = [_tails(values, share) for share in (0.999, 0.9999, 0.99999)]
     lows, highs = (torch.stack(found) for found in zip(*ends, strict=True))  # (S, C)
     if is_symmetric:
         bounds = torch.maximum(-lows, highs)
         lows, highs = -bounds, bounds
-    return _least_error(values, bits, lows, highs, is_symmetric)
+    return _least_error(values, weights, bits, lows, highs, is_symmetric)
 
 
 def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -86,7 +116,9 @@ def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
     return ordered[:, cut], ordered[:, -1 - cut]
 
 
-def lsq(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+def lsq(
+    values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The step 2 mean|v| / sqrt(Q_p) that LSQ starts from, around zero, or from it where no value is negative."""
     signed = is_symmetric or bool((values < 0).any())
     low, high = code_range(bits, signed)
@@ -99,16 +131,19 @@ def lsq(values: Tensor, bits: int, is_symmetric: bool, percentile: float) -> tup
 
 _SEARCHED_AT_ONCE = {"cpu": 1 << 18}  # values times candidates of one pass: what a CPU's cache holds, or a lot
 
-RANGES: dict[str, Callable[[Tensor, int, bool, float], tuple[Tensor, Tensor]]] = {
+RANGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "minmax": minmax,
     "percentile": percentile,
     "mse": mse,
+    "relative": mse,  # with weights: `importance`
     "best_percentile": best_percentile,
     "lsq": lsq,
 }
 
 
-def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symmetric: bool) -> tuple[Tensor, Tensor]:
+def _least_error(
+    values: Tensor, weights: Tensor | None, bits: int, lows: Tensor, highs: Tensor, is_symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
     """Of (S, C) candidate ranges, the best of each channel."""
     if is_symmetric:
         scales = symmetric(highs, bits)
@@ -119,7 +154,7 @@ def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symm
     at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
     errors = torch.cat(
         [
-            (fake_quantize(values, s[..., None], z[..., None], *codes) - values).square().mean(dim=-1)
+            _mean_square(fake_quantize(values, s[..., None], z[..., None], *codes) - values, weights)
             for s, z in zip(scales.split(at_once), zero_points.split(at_once), strict=True)
         ]
     )
@@ -127,25 +162,31 @@ def _least_error(values: Tensor, bits: int, lows: Tensor, highs: Tensor, is_symm
     return lows.gather(0, best)[0], highs.gather(0, best)[0]
 
 
+def _mean_square(error: Tensor, weights: Tensor | None) -> Tensor:
+    return (error.square() if weights is None else error.square() * weights).mean(dim=-1)
+
+
 OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest level there is
 
 
-def log_grid(values: Tensor, bits: int, method: str, percentile: float) -> tuple[Tensor, Tensor]:
+def log_grid(
+    values: Tensor, bits: int, method: str, percentile: float, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Levels of a logarithmic grid, and (C,) the value of the largest for each row of (C, M) values.
 
-    `mse` looks for the largest value as it does for a uniform grid, other methods give it; the levels are those of
-    least squared error, the same for all rows.
+    `mse` and `relative` look for the largest value as they do for a uniform grid, other methods give it; the levels
+    are those of least squared error, the same for all rows.
     """
-    if method == "mse":
+    if RANGES[method] is mse:
         tops = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)
     else:
-        tops = RANGES[method](values, bits, False, percentile)[1][None]
+        tops = RANGES[method](values, bits, False, percentile, weights)[1][None]
     scales = (tops / LARGEST_LEVEL).clamp(min=_SMALLEST_STEP)
     at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
     found = []
     for octaves in OCTAVES:
         levels = log_levels(bits, octaves).to(values.device)
         parts = (log_fake_quantize(values, s[..., None], levels) - values for s in scales.split(at_once))
-        least, best = torch.cat([part.square().mean(dim=-1) for part in parts]).min(dim=0)  # (C,)
+        least, best = torch.cat([_mean_square(part, weights) for part in parts]).min(dim=0)  # (C,)
         found.append((least.sum().item(), levels, tops.gather(0, best[None])[0]))
     return min(found, key=lambda candidate: candidate[0])[1:]

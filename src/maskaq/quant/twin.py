@@ -70,7 +70,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
             for part in images.split(batch):
                 student(part)
         for q in activations:
-            q.set_range(torch.cat(q.observed or [], dim=-1), q.site.range, scheme.percentile)
+            q.set_observed_range(scheme.percentile)
     finally:
         for q in activations:
             q.observed = None

@@ -39,7 +39,7 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
 STAGES = ("relu", "reparametrize", "search", "evolve", "reconstruct", "interleave", "calibrate", "correct")
 """What fits the student, in this order: see `maskaq.calibrate`."""
 
-RANGES = ("minmax", "percentile", "mse", "best_percentile", "lsq")
+RANGES = ("minmax", "percentile", "mse", "relative", "best_percentile", "lsq")
 """How a first range is found: see `maskaq.quant.ranges`."""
 
 ROTATIONS = ("heads", "residual", "hidden")
@@ -135,12 +135,21 @@ class Quantization(_Table, path="quantization"):
     )
     weight: str = setting("minmax", "weight quantizer, one per output channel (`maskaq list quantizers`)")
     activation: str = setting("lsq", "activation quantizer, one per tensor")
+    softmax: str = setting(
+        "same",
+        "quantizer of the attention probabilities; same: as of all activations; log: integer levels in equal ratios",
+    )
     weight_range: str = setting(
         "minmax",
         "how weight ranges are found; minmax weights, whose range follows them, are cut to it at the start",
+        choices=[method for method in RANGES if method != "relative"],
+    )
+    activation_range: str = setting(
+        "mse",
+        "how the first activation ranges are found; relative: mse where every vector that enters a dot product counts "
+        "the same, whatever its length",
         choices=RANGES,
     )
-    activation_range: str = setting("mse", "how the first activation ranges are found", choices=RANGES)
     percentile: float = setting(
         0.999,
         "share of the values that the percentile range covers; 0.999 of a channel of 500 weights is all of them",

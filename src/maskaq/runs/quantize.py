@@ -85,6 +85,7 @@ def quantize(
     keep: str = "better",
     report: bool = True,
     lease: float = SECONDS,
+    part: int | None = None,
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
 
@@ -101,6 +102,7 @@ def quantize(
             calibration did not see; `last` hands over the last epoch's in any case.
         report: measure what a report needs, at the end.
         lease: seconds after which other workers make the images that this process has begun, when it is gone.
+        part: images that a worker claims and makes together; default: what is fastest on one GPU, up to 256.
     """
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe, bits=bits)
@@ -127,7 +129,7 @@ def quantize(
             run = _open(job, out, asked, about, lease)
         with run:
             ranks.follow(job.student)
-            images, history = job.resume(run)
+            images, history = job.resume(run, part)
             if forecast and ranks.leads:
                 progress.forecast(_forecast(job, run, history.epoch, only_images, report))
             if only_images:
@@ -224,7 +226,7 @@ class _Job:
                 stage.ranks = ranks
         return cls(teacher, student, recipe, plan, seed, progress, engine, ranks, source, stages)
 
-    def resume(self, run: RunFolder) -> tuple[StoredImages, StudentHistory]:
+    def resume(self, run: RunFolder, part: int | None = None) -> tuple[StoredImages, StudentHistory]:
         """Bring student and stages to the latest checkpoint of the folder, if it has one."""
         if not is_copy(run.read_text("recipe.toml"), self.recipe):
             self.progress.note(
@@ -234,7 +236,7 @@ class _Job:
         if run.plan is not None and run.plan != self.plan.to_dict():
             raise RunFolderError(f"{run.root} was begun by another process meanwhile: run the same command again")
         history = StudentHistory(run, self.teacher, self.student, self.recipe, self.plan, self.seed)
-        images = StoredImages(run, self.source, history, self.ranks.size > 1)
+        images = StoredImages(run, self.source, history, self.ranks.size > 1, part)
         history.epoch, images.used = restore(run, self.student, self.stages, self.recipe, self.ranks)
         return images, history
 

@@ -339,14 +339,19 @@ def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # tensor cores take no less than 16
 
 
-def _forward_options(tokens: int, head_dim: int) -> dict[str, int | None]:
+_STAGES = {False: 2, True: 1}
+"""Loads ahead of the products, without and with a table of levels. What is looked up depends on a product of the same
+step, which Triton's pipeliner (3.6) cannot move: it fails to compile."""
+
+
+def _forward_options(tokens: int, head_dim: int, table: bool) -> dict[str, int | None]:
     """Tiles of (BLOCK_Q, BLOCK_T) floats that stay in registers."""
     block = _block(tokens)
     blocks = {"BLOCK_Q": min(64, block), "BLOCK_T": block, "BLOCK_D": _block(head_dim)}
-    return {**blocks, "num_warps": 4, "num_stages": 2}
+    return {**blocks, "num_warps": 4, "num_stages": _STAGES[table]}
 
 
-def _backward_options(tokens: int, head_dim: int) -> dict[str, int | None]:
+def _backward_options(tokens: int, head_dim: int, table: bool) -> dict[str, int | None]:
     """dk and dv stay in registers, beside two tiles of (BLOCK_T, BLOCK_Q) floats."""
     block, block_d = _block(tokens), _block(head_dim)
     short = block <= 64
@@ -355,7 +360,7 @@ def _backward_options(tokens: int, head_dim: int) -> dict[str, int | None]:
         "BLOCK_T": block,
         "BLOCK_D": block_d,
         "num_warps": 4 if short else 8,
-        "num_stages": 2,
+        "num_stages": _STAGES[table],
         "maxnreg": 128 if short and block_d <= 32 else None,  # small tiles are many: four at once hide each other
     }
 
@@ -425,7 +430,7 @@ def _attention(
         P_TOP=p_top,
         FIRST_READER=first_reader,
         READERS=readers,
-        **_forward_options(tokens, head_dim),
+        **_forward_options(tokens, head_dim, p_table is not None),
     )
     return heads, scores, received, lse
 
@@ -513,7 +518,7 @@ def _attention_backward(
         P_TOP=p_top,
         FIRST_READER=first_reader,
         READERS=readers,
-        **_backward_options(tokens, head_dim),
+        **_backward_options(tokens, head_dim, p_table is not None),
     )
     return d_qkv, d_logits, d_p_scale
 

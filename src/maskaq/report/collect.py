@@ -273,7 +273,10 @@ class Seen:
     received: dict[str, list[Tensor]]
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
     regions: Tensor
-    """(n, D) features of the informative region (Eq. 4): head outputs of the last layer, mean over its k_ir patches."""
+    """(n, D) features of the informative region (Eq. 4): head outputs of the last layer, mean over its k_ir patches.
+
+    Empty where no attention is over patches of the image.
+    """
 
 
 def _look(model: nn.Module, images: SyntheticSet, progress: Progress, recipe: Recipe) -> Seen:
@@ -296,10 +299,11 @@ def look(model: nn.Module, batches: Iterable[Tensor], progress: Progress, recipe
             outputs.append(model(part.to(device)).float().cpu())
             for kind, found in received.items():
                 found.append([rows.cpu() for rows in spec.patch_attention(seen[f"{kind}_received"])])
-            regions.append(_region_features(spec, received[recipe.synthesis.map][-1], seen["heads"][-1], recipe))
+            if spec.layers:
+                regions.append(_region_features(spec, received[recipe.synthesis.map][-1], seen["heads"][-1], recipe))
             progress.advance(len(part))
     joined = {kind: [torch.cat(rows) for rows in zip(*found, strict=True)] for kind, found in received.items()}
-    return Seen(torch.cat(outputs), joined, torch.cat(regions))
+    return Seen(torch.cat(outputs), joined, torch.cat(regions) if regions else torch.empty(0))
 
 
 def _region_features(spec: Geometry, attention: Sequence[Tensor], heads: Tensor, recipe: Recipe) -> Tensor:

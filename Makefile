@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo web test test-slow test-all test-gpu test-oldest-timm check hooks bench clean
+.PHONY: demo docs web test test-slow test-all test-gpu test-oldest-timm check hooks bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
@@ -53,6 +53,12 @@ BENCH ?= cifar10_vit
 bench: $(VENV)/ready
 	$(BIN)/maskaq bench $(BENCH) --note "$$(git rev-parse --short HEAD)" \
 		--json "benchmarks/results/$$(date +%F)-$$(hostname)-$$(echo $(firstword $(BENCH))).json"
+
+# The site in build/site, with the report of a demo run. No warning passes.
+docs: $(VENV)/ready
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	test -f runs/docs/report.html || $(BIN)/maskaq demo --out runs/docs
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

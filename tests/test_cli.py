@@ -579,9 +579,9 @@ MISTAKES = {
     "a list of nothing": (lambda f, p: ["list", "models", "swine*"], ["'swine*'"]),
     "unsupported model": (
         lambda f, p: ["quantize", "resnet18", "--out", str(p / "run")],
-        ["ResNet is not a supported model. Supported: "],
+        ["ResNet has no attention layer"],
     ),
-    "unsupported model to inspect": (lambda f, p: ["inspect", "resnet18"], ["ResNet is not a supported model"]),
+    "unsupported model to inspect": (lambda f, p: ["inspect", "resnet18"], ["ResNet has no attention layer"]),
     "bad model argument": (
         lambda f, p: [*quantize(f, p / "run"), "--model-arg", "depht=3"],
         ["timm cannot build", "depht"],

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import small
 from helpers import INTERPRETED, Ears, assert_same, inside, outside, pair, small_recipe, tiny_swin, tiny_vit
 from torch import nn
 
@@ -197,6 +198,16 @@ def test_every_synthesis_term_and_its_gradient_are_the_plain_ones(fast, build, g
     """The student's attention is there alone, too: torch.compile (2.11) once lost its gradient, and no other."""
     assert assert_alike(fast, build=build, only=tuple(TERMS)) == {*TERMS, "student"}
     assert 0 < fast.blocks(fused=True) <= graphs and not fast.blocks(fused=False), "blocks alike share a graph"
+
+
+@inside
+@pytest.mark.parametrize("family", ["eva02", "dinov3", "swinv2"])
+def test_other_families_take_the_fused_kernel(fast, family):
+    """Rotary positions, and a gain of each head in the place of one scale."""
+    before = len(fast.graphs)
+    assert_alike(fast, build=partial(small, family), only=("head_similarity", "attention_alignment"))
+    called = [{str(node.target) for node in graph.graph.nodes} for graph in fast.graphs[before:]]
+    assert any(map(_is_fused, called))
 
 
 @inside

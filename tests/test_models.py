@@ -2,13 +2,11 @@
 
 import hashlib
 import inspect
-from contextlib import suppress
 from functools import partial
 
 import pytest
 import timm
 import torch
-from helpers import mostly_slow
 from timm.models import get_pretrained_cfg
 from timm.models import swin_transformer as timm_swin
 from timm.models import vision_transformer as timm_vit
@@ -17,7 +15,6 @@ from torch.nn.utils import parametrize, prune
 
 from maskaq.errors import ModelError
 from maskaq.models import (
-    _MODULES,
     classifier_tags,
     data_config,
     embedding_width,
@@ -28,7 +25,6 @@ from maskaq.models import (
     refuse_zero_weights,
     supported_names,
 )
-from maskaq.models.load import load_shape
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.models.taps import taps
 
@@ -291,8 +287,10 @@ def test_geometry_agrees_with_what_the_blocks_give(build):
     with taps(exposed, "probs", "probs_received", "heads", "blocks") as seen, torch.no_grad():
         exposed(images)
         assert len(seen["heads"]) == len(facts.layers) == len({x.attention for x in facts.layers})
-        points = (seen[name] for name in ("probs", "probs_received", "heads", "blocks"))
-        for layer, probs, received, heads, block in zip(facts.layers, *points, strict=True):
+        blocks = dict(zip(facts.blocks, seen["blocks"], strict=True))
+        points = (seen[name] for name in ("probs", "probs_received", "heads"))
+        for layer, probs, received, heads in zip(facts.layers, *points, strict=True):
+            block = blocks[layer.block]
             patches = layer.grid[0] * layer.grid[1]
             assert len(heads) == 2 * layer.windows
             assert layer.patch_heads(heads).shape == (2, heads.shape[1], patches, heads.shape[3])
@@ -477,32 +475,17 @@ def test_taps_and_geometry_ask_for_an_exposed_model():
 
 SMALL = {"embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
 REFUSED = {
-    "convolutional": ("resnet18", {}, "ResNet is not a supported model"),
-    "swinv2": (
-        "swinv2_tiny_window8_256",
-        {"embed_dim": 16, "depths": (1,), "num_heads": (2,), "img_size": 32, "window_size": 4},
-        "SwinTransformerV2 is not a supported model",
-    ),
-    "hybrid r50": ("vit_base_r50_s16_224", SMALL, r"layer 'patch_embed.backbone\.\S+' \("),
-    "eva": ("eva02_tiny_patch14_224", SMALL, "Eva is not a supported model"),
-    "relative positions": ("vit_relpos_small_patch16_224", SMALL, "VisionTransformerRelPos is not a supported model"),
-    "rotary": ("vit_small_patch16_rope_224", SMALL, "Eva is not a supported model"),
-    "convolutional stem": ("vitamin_small_224", {}, "no patch embedding by one convolution"),
+    "convolutional": ("resnet18", {}, "this ResNet has no attention layer"),
     "no block": ("vit_tiny_patch16_224", {**SMALL, "depth": 0}, "has no attention layer"),
-    "differential attention": ("vit_tiny_patch16_224", {**SMALL, "attn_layer": "diff"}, r"'blocks.0.attn' \(Diff"),
 }
 
 
 @pytest.mark.parametrize(("name", "kwargs", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_an_unsupported_model_is_refused_by_name_with_what_is_supported(name, kwargs, words):
-    if not timm.is_model(name):
-        pytest.skip(f"timm {timm.__version__} has no {name}")
-    if "attn_layer" in kwargs and not takes(timm_vit.VisionTransformer, "attn_layer"):
-        pytest.skip(f"timm {timm.__version__} has one attention layer only")
     model = timm.create_model(name, pretrained=False, **kwargs)
     with pytest.raises(ModelError, match=words) as caught:
         expose(model)
-    assert "VisionTransformer" in str(caught.value) and "swin_*" in str(caught.value)
+    assert "maskaq list models" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -513,14 +496,17 @@ def test_an_unsupported_model_is_refused_by_name_with_what_is_supported(name, kw
     ],
 )
 def test_a_model_without_one_output_for_an_image_is_refused(build, words):
-    with pytest.raises(ModelError, match=words + ".*Supported"):
+    with pytest.raises(ModelError, match=words):
         expose(build())
 
 
-def test_a_block_of_unknown_kind_is_refused_with_the_supported_ones():
-    model = vit(block_fn=timm_vit.ParallelScalingBlock)
-    with pytest.raises(ModelError, match=r"blocks.0 is a ParallelScalingBlock; supported ViT blocks: Block, ResPost"):
-        expose(model)
+@pytest.mark.parametrize("kwargs", [{"block_fn": timm_vit.ParallelScalingBlock}, {"attn_layer": "diff"}])
+def test_a_vit_of_other_blocks_or_attention_computes_the_same_once_exposed(kwargs):
+    if not takes(timm_vit.VisionTransformer, next(iter(kwargs))):
+        pytest.skip(f"timm {timm.__version__} has no {next(iter(kwargs))}")
+    model = perturbed(vit(**kwargs))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.allclose(expose(model)(images), model(images), atol=1e-5)
 
 
 def test_a_layer_of_unknown_kind_is_refused_by_its_path():
@@ -619,39 +605,8 @@ def test_supported_names_are_timms_names_of_the_families():
     names = supported_names()
     assert {"deit_tiny_patch16_224", "deit3_small_patch16_224", "swin_tiny_patch4_window7_224"} <= set(names)
     assert "vit_tiny_patch16_224" in names and "resnet18" not in names and names == sorted(set(names))
-    assert not [name for name in names if name.startswith("swinv2")]
-
-
-def shallow(name):
-    """The shapes of a model with two classes and one block per stage."""
-    depth = {"depths": (1, 1, 1, 1)} if name.startswith("swin") else {"depth": 1}
-    return load_shape(name, {"num_classes": 2, **depth})
-
-
-TYPICAL = (
-    "deit_tiny_patch16_224",
-    "deit_tiny_distilled_patch16_224",
-    "deit3_small_patch16_224",
-    "swin_tiny_patch4_window7_224",
-    "vit_base_patch16_rpn_224",
-    "vit_small_patch16_18x2_224",
-    "vit_tiny_patch16_224",
-)
-
-
-@pytest.mark.parametrize("name", mostly_slow(supported_names(), *TYPICAL))
-def test_every_supported_name_can_be_exposed(name):
-    expose(shallow(name))
-
-
-def test_every_name_that_can_be_exposed_is_listed_but_for_timms_test_models():
-    others = {name for module in _MODULES for name in timm.list_models(module=module)} - set(supported_names())
-    accepted = set()
-    for name in others:
-        with suppress(ModelError):
-            expose(shallow(name))
-            accepted.add(name)
-    assert others and {name for name in accepted if not name.startswith("test_")} == set()
+    assert {"swinv2_tiny_window8_256", "eva02_tiny_patch14_224", "vit_small_patch16_dinov3"} <= set(names)
+    assert supported_names("cait") == [name for name in names if name.startswith("cait_")]
 
 
 @pytest.mark.parametrize("name", ["aimv2_large_patch14_224", "beit3_base_patch16_224", "eva_large_patch14_196"])
@@ -711,11 +666,6 @@ def test_matmul_multiplies_and_knows_its_signs():
 def test_a_model_exposed_before_is_frozen_and_float_again():
     exposed = expose(expose(vit()).half().train().requires_grad_(True))
     assert not exposed.training and all(p.dtype == torch.float32 and not p.requires_grad for p in exposed.parameters())
-
-
-def test_a_model_without_patches_has_no_data_config():
-    with pytest.raises(ModelError, match="ResNet has no patch embedding .*Supported"):
-        data_config(timm.create_model("resnet18", pretrained=False))
 
 
 def test_blocks_that_differ_in_drop_rates_alone_are_alike_once_exposed():

@@ -974,7 +974,7 @@ def untrained():
         (dict(device="xla"), DeviceError, "device 'xla' cannot be used"),
         (dict(device=3.5), DeviceError, "device: expected a name such as cpu or cuda:1, got 3.5"),
         (dict(model="cifar10_vit"), ModelError, "maskaq.load_model('cifar10_vit') loads it"),
-        (dict(model=None), ModelError, "NoneType is not a supported model"),
+        (dict(model=None), ModelError, "expected a model, an nn.Module, got NoneType"),
         (dict(model=untrained()), ModelError, "layer 'head'"),
         (dict(model=tiny_vit().to("meta")), ModelError, "on the meta device, where it has no weights"),
     ],

@@ -88,6 +88,7 @@ class Geometry:
     """Everything the method needs to know of a model besides calling it."""
 
     layers: tuple[Layer, ...]
+    """Attention over patches of the image."""
     image_size: tuple[int, int]
     channels: int
     task: str
@@ -100,6 +101,10 @@ class Geometry:
     """Module paths of the patch embedding's convolutions."""
     last: tuple[str, ...]
     """Module paths of the classifiers, or of the projection that an embedding ends with."""
+    blocks: tuple[str, ...] = ()
+    """Module paths of the blocks with attention."""
+    left_out: tuple[str, ...] = ()
+    """Attention that is no layer of the losses, and why."""
 
     def to(self, device: torch.device | str) -> "Geometry":
         moved = [replace(x, raster=None if x.raster is None else x.raster.to(device)) for x in self.layers]

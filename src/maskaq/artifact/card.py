@@ -36,8 +36,9 @@ def bits_of(config: dict[str, Any]) -> str:
 
 def _front_matter(config: dict[str, Any]) -> str:
     pipeline = "image-classification" if _task(config).name == "classification" else "image-feature-extraction"
-    lines = ["library_name: timm", f"pipeline_tag: {pipeline}"]
-    tags = [pipeline, "timm", "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)
+    library = "transformers" if _name(config).startswith("hf:") else "timm"
+    lines = [f"library_name: {library}", f"pipeline_tag: {pipeline}"]
+    tags = [pipeline, library, "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)
     lines += ["tags:", *(f"- {tag}" for tag in tags)]
     name = _name(config)
     if "." in name:  # with its tag it is the name of one set of weights, which the hub has

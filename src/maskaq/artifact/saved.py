@@ -23,10 +23,12 @@ from torch import Tensor, nn
 
 import maskaq
 from maskaq import zoo
-from maskaq.artifact.card import model_card
+from maskaq.artifact import hub
+from maskaq.artifact.card import bits_of, model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
-from maskaq.models.load import architecture_of_state, load_shape, rebuild
+from maskaq.models.hf import HuggingFace
+from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
 from maskaq.models.structure import has_relu, put_relu_
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
@@ -37,9 +39,7 @@ from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
 FORMAT = 1
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-CARD = "README.md"
+CONFIG, WEIGHTS, CARD = hub.FILES
 # How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
 PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
 
@@ -81,9 +81,14 @@ def save_pretrained(
 def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Module:
     """The model in a folder of `save_pretrained`: deployed, in eval mode, on the CPU.
 
+    `USER/REPO`, where there is no such folder, is a repository of the Hugging Face hub.
+
     Args:
         like: a full-precision model of the same architecture, for a folder that does not name one; it is not changed.
     """
+    if hub.is_repository(folder):
+        with hub.downloaded(str(folder)) as files_of_it:
+            return from_pretrained(files_of_it, like)
     root = _path(folder)
     config, tensors = _read(root)
     if config.get("timm") is None and like is None:
@@ -102,6 +107,17 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
         raise PretrainedError(
             f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
         ) from error
+
+
+def push(folder: str | Path, repository: str, *, private: bool = False) -> str:
+    """Upload a saved model with its card to the Hugging Face hub; the address of the commit.
+
+    Args:
+        repository: USER/REPO; made if it is not there.
+    """
+    config = read_config(folder, sound=True)
+    name = (config.get("timm") or {}).get("name") or config["architectures"][0]
+    return hub.upload(folder, repository, f"{name}, {bits_of(config)}", private=private)
 
 
 def is_pretrained(folder: str | Path) -> bool:
@@ -288,7 +304,9 @@ def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = Non
     record: Any = getattr(deployed, "pretrained_cfg", None) or {}
     candidates = [given, _remembered(deployed).get("timm")]
     try:
-        if record.get("architecture"):
+        if isinstance(deployed, HuggingFace):
+            candidates.append(architecture_of(deployed, ""))
+        elif record.get("architecture"):
             state = _float_state(deployed)
             size = geometry(deployed).image_size
             candidates.append(architecture_of_state(state, str(record["architecture"]), image_size=size))
@@ -308,7 +326,8 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     try:
         name = architecture["name"]
         args = dict(architecture.get("args", {}))
-        shapes = {key: tuple(value.shape) for key, value in load_shape(name, args).state_dict().items()}
+        exposed = expose(load_shape(name, args), geometry(deployed).task)
+        shapes = {key: tuple(value.shape) for key, value in exposed.state_dict().items()}
         own = {key: tuple(value.shape) for key, value in _float_state(deployed).items()}
         if shapes != own:
             key = next(key for key in (*own, *shapes) if own.get(key) != shapes.get(key))

@@ -19,7 +19,7 @@ from maskaq.images.augment import REACH, mix, simclr
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
-from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective
+from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective, possible
 from maskaq.models import geometry
 from maskaq.models.taps import Taps, taps
 from maskaq.progress import Progress
@@ -60,7 +60,8 @@ class Calibrator:
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
-        self.objective = Objective(CALIBRATION_TERMS, self.task.terms(self.config.terms), "calibration.terms")
+        weights = possible(self.task.terms(self.config.terms), CALIBRATION_TERMS, self.geometry)
+        self.objective = Objective(CALIBRATION_TERMS, weights, "calibration.terms")
         self.points = tuple(need for need in ("heads", "blocks", "class_features") if need in self.objective.needs)
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
@@ -115,9 +116,9 @@ class Calibrator:
         with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
             for part in data.images[:images].split(8):
                 pixels = self.geometry.normalise(to_pixels(part.to(self.device)))
-                for model in (self.teacher, self.student):
-                    model(pixels)
-                errors.append(mean_relative_error(seen["blocks"], seen_student["blocks"]))
+                outputs = [[model(pixels)] for model in (self.teacher, self.student)]
+                pairs = (seen["blocks"], seen_student["blocks"]) if self.geometry.blocks else outputs
+                errors.append(mean_relative_error(*pairs))
         return float(torch.cat(errors).mean().sqrt())
 
     def diverged(self, what: str) -> CalibrationError:

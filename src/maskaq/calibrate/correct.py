@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskaq.calibrate.stage import GradientFree
-from maskaq.models import FAMILIES
+from maskaq.models import family_of
 from maskaq.models.taps import taps
 from maskaq.quant.twin import frozen
 
@@ -22,13 +22,13 @@ class Corrector(GradientFree):
 
     @torch.no_grad()
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
-        family = next(family for family in FAMILIES if isinstance(self.teacher, family.ROOT))
-        streams = family.streams(self.teacher)
+        family = family_of(self.teacher)
+        streams = "which layers write to its streams is not known" if family is None else family.streams(self.teacher)
         if isinstance(streams, str):
             self.progress.note(f"activations not corrected: {streams}")
             return {"blocks": 0.0}
         writers = dict(writer for stream in streams for writer in stream.writers)
-        rows = {layer.block: row for row, layer in enumerate(self.geometry.layers)}
+        rows = {block: row for row, block in enumerate(self.geometry.blocks)}
         corrected = 0
         for block, row in rows.items():
             last = [name for name in writers if name.startswith(f"{block}.")][-1]

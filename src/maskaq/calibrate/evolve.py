@@ -74,8 +74,8 @@ class Evolver(GradientFree):
         return found
 
     def _loss(self, images: Tensor, place: int) -> float:
-        row = [layer.block for layer in self.geometry.layers].index(self.blocks[place])
-        layer = self.geometry.layers[row]
+        row = self.geometry.blocks.index(self.blocks[place])
+        layer = next(layer for layer in self.geometry.layers if layer.block == self.blocks[place])
         total = 0.0
         with taps(self.teacher, "blocks") as p, taps(self.student, "blocks") as q:
             for part in images.split(32):

@@ -46,7 +46,7 @@ class Reconstructor(Calibrator):
                 f"calibration.reconstruct.epochs: expected at least {len(self.units)}, one for each block of the "
                 f"model, got {len(self.epochs)}"
             )
-        blocks = [layer.block for layer in self.geometry.layers]
+        blocks = self.geometry.blocks
         self.blocks = [blocks.index(unit[-1]) for unit in self.units]  # where the tap has the output of each
         self.first = torch.ones(2, device=self.device)  # both errors at the unit's first step
         self.importance: Tensor | None = None  # of each value of the unit's output
@@ -298,7 +298,7 @@ class Rounding:
 
 def units(teacher: nn.Module) -> tuple[list[list[str]], list[str]]:
     """Each block with what is computed between the block before and it; and what comes behind the last block."""
-    blocks = {layer.block for layer in geometry(teacher).layers}
+    blocks = set(geometry(teacher).blocks)
     found: list[list[str]] = [[]]
     for name in parts(teacher):
         found[-1].append(name)

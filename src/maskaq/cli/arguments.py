@@ -41,6 +41,7 @@ class ModelOptions:
     img_size: int | tuple[int, int] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def typed(kind: type[_Arguments], parsed: argparse.Namespace) -> _Arguments:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="timm name of a ViT, DeiT or Swin, or an embedded model")
+    parser.add_argument(
+        "model", metavar="MODEL", help="timm name, hf:FOLDER or hf:USER/REPO of transformers, or an embedded model"
+    )
     parser.add_argument(
         "--checkpoint",
         type=converters.path,
@@ -117,6 +120,11 @@ def add_timm(parser: argparse.ArgumentParser) -> None:
             help=f"of normalised images with pixels from 0 to 1: one number or one per channel, e.g. {example} "
             "(default: timm's for the name)",
         )
+    parser.add_argument(
+        "--task",
+        choices=("classification", "features"),
+        help="what the model is for (default: what timm's record says; an image tower gives features)",
+    )
 
 
 def add_moved_checkpoint(parser: argparse.ArgumentParser) -> None:

@@ -171,6 +171,9 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
     table.add_row("input", preparation(geometry))
+    if geometry.left_out:
+        total = len(geometry.layers) + len(geometry.left_out)
+        table.add_row("attention", f"{len(geometry.layers)} of {total} lie on the image: losses on maps use these")
     softmax = "" if scheme.softmax == "same" else f", {scheme.softmax} softmax"
     table.add_row(
         "bits",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from maskaq.cli.arguments import Invocation
-from maskaq.errors import MaskaqError
+from maskaq.errors import MaskaqError, unknown
 
 SUMMARY = "names that other commands take"
 RESUMABLE = False
@@ -19,32 +19,57 @@ RESUMABLE = False
 class Arguments:
     what: str
     pattern: str
+    family: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(_LISTS))
     parser.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="only these names, such as 'swin*'")
+    parser.add_argument("--family", help="of models: only those of a family, such as eva; says what stays in float")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
     what, pattern = arguments.what, arguments.pattern
-    lines = [line for line in _LISTS[what](pattern) if fnmatchcase(line.split()[0], pattern)]
+    if arguments.family is not None and what != "models":
+        raise MaskaqError(f"--family is for `maskaq list models`, not for {what}")
+    found = _models(pattern, arguments.family) if what == "models" else _LISTS[what](pattern)
+    lines = [line for line in found if fnmatchcase(line.split()[0], pattern)]
     if not lines:
         raise MaskaqError(f"no name in `maskaq list {what}` matches {pattern!r}: expected a pattern such as '*tiny*'")
     for line in lines:
         print(line)
+    if arguments.family is not None:
+        print(_about_family(lines))
     sys.stdout.flush()
 
 
-def _models(pattern: str) -> Iterator[str]:
+def _models(pattern: str, family: str | None = None) -> Iterator[str]:
     from maskaq import zoo
-    from maskaq.models import supported_names
+    from maskaq.models.names import FAMILIES, supported_names
 
-    for name in zoo.embedded_names():
+    if family is not None and family not in FAMILIES:
+        raise MaskaqError(unknown("family", family, FAMILIES))
+    for name in zoo.embedded_names() if family is None else ():
         yield f"{name} (embedded)"
-    for name in supported_names():
+    for name in supported_names(family):
         if fnmatchcase(name, pattern):  # the weights of all others are not looked up
             yield f"{name}  {_weights_of(name)}"
+
+
+def _about_family(lines: list[str]) -> str:
+    """What is quantized of the first model listed, and what stays in float; needs its shapes alone."""
+    from maskaq.models import expose, in_float
+    from maskaq.models.load import load_shape
+    from maskaq.quant.kinds import layers
+
+    name = lines[0].split()[0]
+    exposed = expose(load_shape(name))
+    kinds = [kind.name for _, kind in layers(exposed).values()]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}s" for kind in dict.fromkeys(kinds))
+    whole = sum(parameter.numel() for parameter in exposed.parameters())
+    kept = in_float(exposed)
+    words = ", ".join(f"{kind} {100 * count / whole:.2g} %" for kind, count in kept.items()) or "biases alone"
+    return f"\nquantized in {name}: {counts}\nleft in float, of all parameters: {words}"
 
 
 def _weights_of(name: str) -> str:

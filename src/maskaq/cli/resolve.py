@@ -62,7 +62,7 @@ def timm_args(options: ModelOptions) -> dict[str, Any]:
 
 def model_of(options: ModelOptions) -> nn.Module:
     """The full-precision model with its weights."""
-    return load_model(options.model, options.checkpoint, timm_args(options), options.mean, options.std)
+    return load_model(options.model, options.checkpoint, timm_args(options), options.mean, options.std, options.task)
 
 
 def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str
         "checkpoint": absolute(options.checkpoint) if options.checkpoint else None,
         "mean": options.mean,
         "std": options.std,
+        "task": options.task,
         "architecture": architecture_of(model, options.model, args),
         "command": command,
     }
@@ -83,7 +84,7 @@ def shape_of(options: ModelOptions) -> nn.Module:
     """The full-precision model for its shapes: with the weights of a file if one is given, else without any."""
     if options.checkpoint is not None:
         return model_of(options)
-    return load_shape(options.model, timm_args(options), options.mean, options.std)
+    return load_shape(options.model, timm_args(options), options.mean, options.std, options.task)
 
 
 def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Module] = model_of) -> nn.Module:
@@ -146,7 +147,7 @@ def deployed_model(folder: Path, count: int) -> tuple[Any, Tensor]:
 def first_given(options: ModelOptions) -> str:
     """The first option of a model's name that was given; empty if none was."""
     values: dict[str, object] = {"--model-arg": options.model_arg or None, "--img-size": options.img_size}
-    values |= {"--mean": options.mean, "--std": options.std}
+    values |= {"--mean": options.mean, "--std": options.std, "--task": options.task}
     return next((option for option, value in values.items() if value is not None), "")
 
 

@@ -45,7 +45,7 @@ class FastEngine(Engine):
     def applied(self, model: nn.Module) -> Iterator[None]:
         spec = geometry(model)
         regions = [model.get_submodule(name) for name in _regions(model)]
-        attentions = [model.get_submodule(layer.attention) for layer in spec.layers]
+        attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
         embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
         before = torch.get_float32_matmul_precision()
         try:
@@ -85,7 +85,7 @@ class FastEngine(Engine):
 def _regions(model: nn.Module) -> list[str]:
     """Names of the modules to compile, each separately: all parts up to the last block. The rest sees few tokens."""
     found = parts(model)
-    return found[: max(found.index(layer.block) for layer in geometry(model).layers) + 1]
+    return found[: max((found.index(block) for block in geometry(model).blocks), default=len(found) - 2) + 1]
 
 
 class _Replayed:
@@ -173,14 +173,17 @@ class _FusedLosses(LossRunner):
 
 
 def _fused_attention(
-    attention: AttentionProducts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    attention: AttentionProducts, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, gain: Tensor | None
 ) -> dict[str, Tensor]:
     """`AttentionProducts.products` as one kernel, which never writes the attention probabilities to memory."""
     grid = _probability_grid(attention.av, q)
     listened = any(point.startswith("probs") for point in attention.listened)
-    if listened or grid is None or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
-        return attention.products(q, k, v, bias)
+    alike = q.shape == k.shape == v.shape
+    if listened or grid is None or not alike or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
+        return attention.products(q, k, v, bias, gain)
     q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
+    if gain is not None:
+        q = q * gain.to(q.dtype)
     if isinstance(attention.av, QuantMatmul):
         v = attention.av.b_quantizer(v)
     p_scale, p_top, p_table = grid

@@ -19,7 +19,7 @@ from maskaq.images.augment import jitter, quarter, simclr, zoomed
 from maskaq.images.dead_leaves import dead_leaves
 from maskaq.images.sets import SyntheticSet, Trajectory, to_bytes, to_pixels
 from maskaq.losses.targets import regions
-from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView
+from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, SynthesisView, possible
 from maskaq.models import geometry
 from maskaq.models.taps import taps
 from maskaq.progress import Progress
@@ -67,7 +67,8 @@ class Synthesizer:
         self.device = next(teacher.parameters()).device
         self.geometry = geometry(teacher).to(self.device)
         self.task = task_of(teacher)
-        self.objective = Objective(SYNTHESIS_TERMS, self.task.terms(self.config.terms), "synthesis.terms")
+        weights = possible(self.task.terms(self.config.terms), SYNTHESIS_TERMS, self.geometry)
+        self.objective = Objective(SYNTHESIS_TERMS, weights, "synthesis.terms")
         self.batch = self.config.batch
         """Images optimised together."""
         self.curves: list[dict[str, float]] = []

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from maskaq.errors import RecipeError, unknown
 from maskaq.losses import attention, distill, image, targets
 from maskaq.randomness import fold, uniform
-from maskaq.shapes import Layer
+from maskaq.shapes import Geometry, Layer
 
 Term = Callable[[Any], Tensor]
 
@@ -167,6 +167,15 @@ def synthesis_term(function: Term | None = None, *, needs: tuple[str, ...] = ())
 def calibration_term(function: Term | None = None, *, needs: tuple[str, ...] = ()) -> Any:
     """Decorator: a function of a CalibrationView giving (B,) becomes a term under its own name."""
     return _register(CALIBRATION_TERMS, function, needs)
+
+
+_OF_LAYERS = frozenset({"maps", "masks", "heads", "received"})
+
+
+def possible(weights: Mapping[str, float], terms: Mapping[str, TermSpec], geometry: Geometry) -> dict[str, float]:
+    """The terms of a recipe without those that need attention over patches, or blocks, where a model has none."""
+    lacking = (_OF_LAYERS if not geometry.layers else frozenset()) | ({"blocks"} if not geometry.blocks else set())
+    return {name: w for name, w in weights.items() if name not in terms or not lacking & set(terms[name].needs)}
 
 
 class Objective:

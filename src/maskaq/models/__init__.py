@@ -1,22 +1,31 @@
-"""Turn a timm model into one common form. No other package knows about architectures.
+"""Put a model into one common form. No other package knows about architectures.
 
 In that form every attention is an `AttentionProducts` whose products can be tapped and quantized, and a `Geometry`
-says how tokens lie on the image. A new family is one file with `ROOT`, `NAMES` and `expose_`, listed in `FAMILIES`.
+says how tokens lie on the image. `seam` does so for any model; a family whose arithmetic is special, or that can be
+rotated, has a file with `ROOT`, `takes`, `expose_` and `streams`, listed in `FAMILIES`.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.layers import DropPath
-from timm.models import get_pretrained_cfg, list_models
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from maskaq.errors import ModelError
-from maskaq.models import swin, vit
+from maskaq.models import names, seam, swin, vit
+from maskaq.models.hf import adopted
+from maskaq.models.names import (
+    classifier_tags,
+    embedding_width,
+    has_classifier,
+    pretrained_tags,
+    supported_names,
+)
+from maskaq.models.probe import probe_image
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.shapes import Geometry
 
@@ -25,13 +34,16 @@ FAMILIES = (vit, swin)
 __all__ = [
     "AttentionProducts",
     "Matmul",
+    "adopted",
     "class_names",
     "classifier_tags",
     "data_config",
     "embedding_width",
     "expose",
+    "family_of",
     "geometry",
     "has_classifier",
+    "in_float",
     "parts",
     "pretrained_tags",
     "refuse_zero_weights",
@@ -39,11 +51,7 @@ __all__ = [
     "task_name",
 ]
 
-# timm's files of the families; models of the same names in other files are hybrids, relative positions, EVA.
-_MODULES = ("vision_transformer", "deit", "swin_transformer")
-# Names in these files that `expose` refuses for their blocks or their attention.
-_REFUSED = ("*_xp_*", "vit_d*wee_*", "vit_pwee_*", "vit_dlittle_*")
-_NORMS = ("LayerNorm", "RmsNorm", "RMSNorm", "SimpleNorm", "LayerScale")
+_QUANTIZED = (nn.Linear, nn.Conv2d)
 
 
 def expose(model: nn.Module, task: str | None = None) -> nn.Module:
@@ -52,34 +60,56 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     Args:
         task: `classification` or `features`; by default what the model itself says (`task_name`).
     """
-    family = next((f for f in FAMILIES if isinstance(model, f.ROOT)), None)
     if isinstance(model, str):
         raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
-    if family is None:
-        raise ModelError(f"{type(model).__name__} is not a supported model. {_supported()}")
-    _refuse_altered_layers(model)
-    exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
+    model = adopted(model)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a model, an nn.Module, got {type(model).__name__}")
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
-        return exposed
+        return copy.deepcopy(model).float().eval().requires_grad_(False)
+    _refuse_altered_layers(model)
+    _refuse_without_pooling(model)
+    exposed = copy.deepcopy(model).float().eval().requires_grad_(False)
     _drop_nothing(exposed)
-    layers = family.expose_(exposed)
-    _refuse_unknown_layers(exposed)
-    if not layers:
-        raise ModelError(f"this {type(model).__name__} has no attention layer (its depth is 0). {_supported()}")
     config = data_config(model)
+    channels, *size = config["input_size"]
+    image = probe_image(exposed, channels, (size[0], size[1]))
+    family = family_of(exposed)
+    found = (family or seam).expose_(exposed, image)
+    _refuse_unknown_layers(exposed)
+    if not found.blocks and (family is not None or not _is_transformer(model)):
+        raise ModelError(
+            f"this {type(model).__name__} has no attention layer: expected a vision transformer, one of timm's "
+            "(`maskaq list models`), of transformers, or your own"
+        )
     task = task or task_name(model)
+    if getattr(exposed, "num_classes", None) is None:
+        exposed.num_classes = found.outputs  # type: ignore[assignment]
     exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
-        layers=layers,
-        image_size=config["input_size"][1:],
-        channels=config["input_size"][0],
+        layers=found.layers,
+        image_size=(size[0], size[1]),
+        channels=channels,
         task=task,
         classes=int(exposed.num_classes) if task == "classification" else 0,  # type: ignore[arg-type]
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
-        first=tuple(n for n, m in exposed.named_modules() if isinstance(m, nn.Conv2d)),
-        last=_heads(exposed, task),
+        first=found.first,
+        last=found.last,
+        blocks=found.blocks,
+        left_out=found.left_out,
     )
     return exposed
+
+
+def family_of(model: nn.Module) -> ModuleType | None:
+    """The file of a model's family, if it has one of its own."""
+    return next((f for f in FAMILIES if isinstance(model, f.ROOT) and f.takes(model)), None)
+
+
+def _is_transformer(model: nn.Module) -> bool:
+    """Whether it is of timm's families, though it has no attention: the smallest of a family may have none."""
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    return record.get("architecture") in names.supported_names()
 
 
 def _drop_nothing(model: nn.Module) -> None:
@@ -93,17 +123,20 @@ def _drop_nothing(model: nn.Module) -> None:
 def data_config(model: Any) -> dict[str, Any]:
     """timm's data config of a model (size, mean, std, crop, interpolation), with the size it was built for."""
     exposed = getattr(model, "_maskaq_geometry", None)  # of a model whose layers may have been replaced since
-    proj = getattr(getattr(model, "patch_embed", None), "proj", None)
-    if exposed is None and not isinstance(proj, nn.Conv2d):
-        raise ModelError(f"this {type(model).__name__} has no patch embedding by one convolution. {_supported()}")
     config = resolve_model_data_config(model)
-    height, width = getattr(model.patch_embed, "img_size", None) or config["input_size"][1:]
-    channels = model.patch_embed.proj.in_channels if exposed is None else exposed.channels
+    size = exposed.image_size if exposed else getattr(getattr(model, "patch_embed", None), "img_size", None)
+    height, width = size or config["input_size"][1:]
+    channels = exposed.channels if exposed else _channels(model, config["input_size"][0])
     config["input_size"] = (channels, int(height), int(width))
     for key in ("mean", "std"):  # timm keeps three of each whatever `in_chans` is
         if len(config[key]) != channels:
             config[key] = (sum(config[key]) / len(config[key]),) * channels
     return config
+
+
+def _channels(model: nn.Module, usual: int) -> int:
+    """Channels of the images: what the first convolution reads, where there is one."""
+    return next((module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)), usual)
 
 
 def geometry(exposed: nn.Module) -> Geometry:
@@ -119,7 +152,7 @@ def parts(exposed: nn.Module) -> list[str]:
 
     That is the patch embedding, in Swin the merging of patches, the last norm and the classifier.
     """
-    blocks = {layer.block for layer in geometry(exposed).layers}
+    blocks = set(geometry(exposed).blocks)
     around = {block[:end] for block in blocks for end, letter in enumerate(block) if letter == "."}
 
     def walk(module: nn.Module, path: str) -> Iterator[str]:
@@ -135,74 +168,25 @@ def parts(exposed: nn.Module) -> list[str]:
 def task_name(model: Any) -> str:
     """What a model is for: `features` where its outputs are an embedding and not classes, else `classification`.
 
-    So are those of a model without a classifier (num_classes is 0) and of a CLIP image tower. A tower with another
-    number of outputs than its own is a user's classifier.
+    What was asked for (`maskaq.models.load.set_task`) counts first. Features are the outputs of a model without a
+    classifier (num_classes is 0) and of an image tower. A tower with another number of outputs than its own is a user's
+    classifier.
     """
     record: Any = getattr(model, "pretrained_cfg", None) or {}
+    if record.get("task"):
+        return str(record["task"])
     width = embedding_width(record)
     outputs = getattr(model, "num_classes", None)
     return "features" if outputs == 0 or (width and width == outputs) else "classification"
 
 
-def supported_names(families: Iterable[ModuleType] = FAMILIES) -> list[str]:
-    """timm model names that can be quantized."""
-    patterns = [pattern for family in families for pattern in family.NAMES]
-    found = (list_models(patterns, module=module, exclude_filters=_REFUSED) for module in _MODULES)
-    return sorted({name for names in found for name in names})
-
-
-def has_classifier(name: str) -> bool:
-    """Whether timm's own weights of a name, or of its default tag, come with a classifier.
-
-    Those of self-supervised models and of CLIP image towers do not; of some architectures timm has no weights.
-    """
-    config = get_pretrained_cfg(name)
-    return bool(config and config.has_weights and config.num_classes and not embedding_width(config.to_dict()))
-
-
-def pretrained_tags(name: str) -> list[str]:
-    """The tags of the weights that timm has for an architecture, its default first."""
-    architecture = name.split(".")[0]
-    default = get_pretrained_cfg(name.split(".")[0])
-    tags = [found.split(".", 1)[1] for found in list_models(f"{architecture}.*", pretrained=True)]
-    return sorted(tags, key=lambda tag: default is None or tag != default.tag)
-
-
-def classifier_tags(name: str) -> list[str]:
-    """Those of `pretrained_tags` whose weights have a classifier."""
-    architecture = name.split(".")[0]
-    return [tag for tag in pretrained_tags(name) if has_classifier(f"{architecture}.{tag}")]
-
-
-def embedding_width(record: Mapping[str, Any]) -> int:
-    """The width of a CLIP image tower's embedding, which timm's record gives as its `num_classes`; 0 for others.
-
-    A record (`pretrained_cfg`) does not say so itself: the towers are the CLIP architectures that were not fine-tuned
-    on a data set with classes, which a tag tells by its `ft`, as in `openai_ft_in1k`.
-    """
-    architecture = str(record.get("architecture") or "")
-    tag = str(record.get("tag") or "")
-    if "_clip_" not in architecture or not tag or "ft" in tag.split("_"):
-        return 0
-    known = get_pretrained_cfg(f"{architecture}.{tag}")  # a record may have been changed since
-    return 0 if known is None else int(known.num_classes)
-
-
-def _supported() -> str:
-    return "Supported: timm's " + " and ".join(f"{f.ROOT.__name__} ({', '.join(f.NAMES)})" for f in FAMILIES)
-
-
-def _heads(model: nn.Module, task: str) -> tuple[str, ...]:
-    """Module paths of the linear layers that the outputs come from; none where they are the pooled tokens."""
-    heads = tuple(
-        n for n, m in model.named_modules() if n.split(".")[0] in ("head", "head_dist") and type(m) is nn.Linear
-    )
-    if not model.global_pool:
+def _refuse_without_pooling(model: Any) -> None:
+    if getattr(model, "global_pool", "some") == "":
+        wanted = "logits" if task_name(model) == "classification" else "features"
         raise ModelError(
             f"this {type(model).__name__} has no pooling (global_pool is ''): expected one output for each image, "
-            f"{'logits' if task == 'classification' else 'features'}. {_supported()}"
+            f"{wanted}"
         )
-    return heads
 
 
 def _refuse_altered_layers(model: nn.Module) -> None:
@@ -246,21 +230,29 @@ def refuse_zero_weights(exposed: nn.Module) -> None:
 
 
 def _refuse_unknown_layers(model: nn.Module) -> None:
-    """Every module with parameters of its own must be one that the twin quantizes, or one known to stay in float."""
+    """ModelError for a layer that computes something else with its weight than the class it is made from."""
     for name, module in model.named_modules():
-        known = (
-            module is model
-            or type(module) in (nn.Linear, nn.Conv2d)
-            or isinstance(module, AttentionProducts)
-            or any(word in type(module).__name__ for word in _NORMS)
-        )
-        owns_parameters = next(module.parameters(recurse=False), None) is not None
-        hidden_attention = not known and ("Attention" in type(module).__name__ or "Attn" in type(module).__name__)
-        if (owns_parameters and not known) or hidden_attention:
+        known = type(module) in _QUANTIZED or isinstance(module, seam.FloatLinear | seam.FloatConv2d)
+        if isinstance(module, _QUANTIZED) and not known:
             raise ModelError(
-                f"layer {name!r} ({type(module).__name__}) cannot be quantized. {_supported()}, built of plain Linear, "
-                "Conv2d, attention, LayerNorm and LayerScale layers"
+                f"layer {name!r} ({type(module).__name__}) cannot be quantized: expected plain Linear and Conv2d layers"
             )
+
+
+def in_float(exposed: nn.Module) -> dict[str, int]:
+    """What of a model stays in float: kind of its layers or parameters -> how many numbers.
+
+    Biases of quantized layers are not counted: they are in float in every model.
+    """
+    found: dict[str, int] = {}
+    for module in exposed.modules():
+        if type(module) in _QUANTIZED:
+            continue
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if own:
+            kind = "parameters of its own" if module is exposed else type(module).__name__
+            found[kind] = found.get(kind, 0) + own
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def class_names(model: nn.Module) -> list[str] | None:

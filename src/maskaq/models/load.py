@@ -38,10 +38,9 @@ from maskaq.models import (
     data_config,
     embedding_width,
     expose,
+    hf,
     pretrained_tags,
     supported_names,
-    swin,
-    vit,
 )
 
 _log = logging.getLogger(__name__)
@@ -79,13 +78,17 @@ def load_model(
     model_args: dict[str, Any] | None = None,
     mean: Numbers | None = None,
     std: Numbers | None = None,
+    task: str | None = None,
 ) -> nn.Module:
     """The named model in eval mode and fp32, with timm's pretrained weights or those of `checkpoint`.
 
+    `hf:DIR_OR_NAME` is a model of transformers, from a folder or the hub, with the weights that are there.
+
     `model_args` go to timm.create_model and win over what the checkpoint's shapes say. `mean` and `std`, one number or
-    one per channel, replace those of the model's data config. Raises ModelError for a name or an argument that timm
-    does not know, or a pretrained model that cannot be quantized (before it is downloaded), CheckpointError for
-    weights that cannot be had or do not fit.
+    one per channel, replace those of the model's data config, `task` what the model is taken for.
+
+    Raises ModelError for a name or an argument that timm does not know, or a pretrained model that cannot be quantized
+    (before it is downloaded), CheckpointError for weights that cannot be had or do not fit.
     """
     if checkpoint is not None and not isinstance(checkpoint, str | Path):
         raise CheckpointError(f"checkpoint: expected the path of a weights file, got {checkpoint!r}")
@@ -97,8 +100,32 @@ def load_model(
             )
         return zoo.embedded_model(name)
     _check_numbers(mean, std)
-    model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
-    return set_normalization(model, mean, std).float().eval()
+    if isinstance(name, str) and name.startswith(hf.PREFIX):
+        _refuse_for_hf(name, checkpoint, args)
+        with hub_or_cache():
+            model: nn.Module = hf.load(name.removeprefix(hf.PREFIX))
+    else:
+        model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
+    return set_task(set_normalization(model, mean, std), task).float().eval()
+
+
+def _refuse_for_hf(name: str, checkpoint: Any, args: Mapping[str, Any]) -> None:
+    if checkpoint is not None or args:
+        given = "--checkpoint" if checkpoint is not None else f"model argument {next(iter(args))!r}"
+        raise ModelError(f"{name} has its weights and its config beside it: it takes no {given}")
+
+
+def set_task(model: nn.Module, task: str | None = None) -> nn.Module:
+    """The model, taken for another task than its own record says; `task_name` reads it."""
+    if task is None:
+        return model
+    if task not in ("classification", "features"):
+        raise ModelError(f"task: expected classification or features, got {task!r}")
+    if task == "classification" and not getattr(model, "num_classes", 1):
+        raise ModelError(f"this {type(model).__name__} has no classifier (num_classes is 0): its task is features")
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    model.pretrained_cfg = model.default_cfg = {**record, "task": task}  # type: ignore[assignment]
+    return model
 
 
 def set_normalization(model: nn.Module, mean: Numbers | None = None, std: Numbers | None = None) -> nn.Module:
@@ -143,22 +170,31 @@ def load_shape(
     model_args: dict[str, Any] | None = None,
     mean: Numbers | None = None,
     std: Numbers | None = None,
+    task: str | None = None,
 ) -> nn.Module:
-    """The named model for its shapes alone, without weights and without a download (an embedded one has its own)."""
+    """The named model for its shapes alone, without weights and without a download (an embedded one has its own).
+
+    A model of transformers has its shapes in a config, which its weights lie beside: it is loaded as it is.
+    """
     if name in zoo.embedded_names():
-        return load_model(name, None, model_args, mean, std)
+        return load_model(name, None, model_args, mean, std, task)
     args = _checked_args(model_args or {})
+    if isinstance(name, str) and name.startswith(hf.PREFIX):
+        built = hf.build(name, args["config"]) if "config" in args else load_model(name, None, args)
+        return set_task(set_normalization(built, mean, std), task)
     try:
         with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
             model = create_timm(name, **args)
     except ModelError:
         model = create_timm(name, **args)
-    return set_normalization(model, mean, std).eval()
+    return set_task(set_normalization(model, mean, std), task).eval()
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
     """The model that `architecture_of` described, with random weights: no weights file is read."""
     name = architecture["name"]
+    if isinstance(name, str) and name.startswith(hf.PREFIX):
+        return hf.build(name, architecture["args"]["config"])
     args = _checked_args(architecture["args"])
     if name not in zoo.embedded_names():
         return create_timm(name, **args).eval()
@@ -169,6 +205,8 @@ def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
 
 def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Name and arguments that build a loaded model again without its weights file."""
+    if isinstance(model, hf.HuggingFace):
+        return hf.described(model)
     return architecture_of_state(model.state_dict(), name, model_args, _size_of(model))
 
 
@@ -192,7 +230,9 @@ def architecture_of_state(
 def _size_of(model: nn.Module) -> tuple[int, int] | None:
     """The image size that a model was built for, where its patch embedding says so."""
     size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return None if size is None else (int(size[0]), int(size[1]))
+    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    size = size or (record.get("input_size") or (None,))[1:]
+    return (int(size[0]), int(size[1])) if size else None
 
 
 def _short_size(size: tuple[int, int]) -> int | tuple[int, int]:
@@ -213,12 +253,29 @@ def create_timm(name: str, **kwargs: Any) -> nn.Module:
     """A timm model with random weights; ModelError for an unknown name or impossible arguments."""
     _check_name(name)
     try:
-        model = timm.create_model(name, pretrained=False, **kwargs)
+        model = _created(name, pretrained=False, **kwargs)
     except Exception as error:  # timm asserts, raises TypeError, RuntimeError and others for the same kind of mistake
         raise _unbuildable(name, kwargs, error) from error
     record: Any = getattr(model, "pretrained_cfg", None) or {}
     if kwargs.get("num_classes") and embedding_width(record):  # a classifier was asked for: no CLIP image tower
         model.pretrained_cfg = model.default_cfg = {**record, "tag": ""}
+    return model
+
+
+def _created(name: str, **kwargs: Any) -> Any:
+    """timm's model, which remembers the image size that was asked for; not every one has an argument for it."""
+    size = kwargs.get("img_size")
+    try:
+        model = timm.create_model(name, **kwargs)
+    except TypeError as error:
+        if size is None or "img_size" not in str(error):
+            raise
+        model = timm.create_model(name, **{key: value for key, value in kwargs.items() if key != "img_size"})
+    if size is not None:
+        record: Any = getattr(model, "pretrained_cfg", None) or {}
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        channels = (record.get("input_size") or (3, 0, 0))[0]
+        model.pretrained_cfg = model.default_cfg = {**record, "input_size": (channels, height, width)}
     return model
 
 
@@ -292,8 +349,8 @@ def _pretrained(name: str, args: dict[str, Any]) -> nn.Module:
     """The model with the weights timm downloads (or has in its cache)."""
     _check_weights(name, args)
     try:
-        with _hub_or_cache():
-            model = timm.create_model(name, pretrained=True, **args)
+        with hub_or_cache():
+            model = _created(name, pretrained=True, **args)
     except Exception as error:  # hub, URL, TLS, disk, "no pretrained weights": many classes, one remedy
         if _out_of_memory(error):
             raise _unbuildable(name, args, error) from error
@@ -336,7 +393,7 @@ def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _hub_or_cache() -> Iterator[None]:
+def hub_or_cache() -> Iterator[None]:
     """Context in which the Hugging Face hub's local cache is used if the hub cannot be reached.
 
     huggingface_hub tries each file six times with growing pauses, which takes most of a minute without a network.
@@ -575,8 +632,8 @@ def _refuse_other_formats(state: State, name: str, path: Path) -> None:
     if key := next((key for key in state if re.search(TRANSFORMERS, key)), None):
         raise CheckpointError(
             f"{path}: expected timm's names of the weights, found a checkpoint of Hugging Face transformers "
-            f"({key!r}). Take timm's version of these weights (`maskaq list models`; without --checkpoint {name} gets "
-            "timm's own), or convert the state dict to timm's names, where query, key and value are one qkv."
+            f"({key!r}). Give its folder in place of the timm name, as in maskaq quantize hf:{path.parent}, or take "
+            f"timm's version of these weights (without --checkpoint {name} gets timm's own)."
         )
 
 
@@ -918,7 +975,7 @@ def _fitting_names(state: State, own: Mapping[str, Tensor], name: str, most: int
     given = name.split(".")[0]
     extent = _extent(state)
     patch = f"patch{outline['patch']}_"
-    names = supported_names([swin if "depths" in outline else vit])
+    names = supported_names("swin" if "depths" in outline else "vit")
     near = [n for n in names if n != given and (patch in n or "_patch" not in n)]
     near = [n for n in near if ("distilled" in n) == ("dist_token" in outline.get("tokens", ()))]
     found: list[tuple[bool, str]] = []

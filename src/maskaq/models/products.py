@@ -1,6 +1,7 @@
 """The matrix products of attention as modules: named, so that they can be quantized and tapped."""
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -43,21 +44,34 @@ class AttentionProducts(nn.Module):
         self.class_query = False
         self.fused: Callable[..., dict[str, Tensor]] | None = None
         """Replaces `products` while the fast engine is applied."""
+        self.watched: Callable[[Tensor, Tensor], None] | None = None
+        """Is told queries and keys, while the layout of the tokens is found out."""
         self.listened: tuple[str, ...] = ()
         """Active tap points."""
         self.passed: dict[str, Tensor] = {}
         """Their values in the latest forward pass."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(B*W, H, T, D) queries, keys, values -> head outputs; bias (W, H, T, T) is added to the scaled scores."""
-        points = self.products(q, k, v, bias) if self.fused is None else self.fused(self, q, k, v, bias)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, gain: Tensor | None = None) -> Tensor:
+        """(B*W, H, T, D) queries, keys, values -> head outputs; bias (W, H, T, T) is added to the scaled scores.
+
+        Args:
+            gain: (H, 1, 1), a learned factor of each head's scores, which are then the product and not QK^T itself.
+        """
+        if self.watched is not None:
+            self.watched(q, k)
+        compute = self.products if self.fused is None else partial(self.fused, self)
+        points = compute(q, k, v, bias, gain)
         self.passed = {point: points[point] for point in self.listened}
         return points["heads"]
 
-    def products(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    def products(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, gain: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The values of all tap points."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # slices of one tensor: every pass over them is slower
         scores = self.qk(q, k.transpose(-2, -1))
+        if gain is not None:
+            scores = scores * gain
         logits = scores * self.scale
         if bias is not None:
             logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)

@@ -1,13 +1,50 @@
-"""Where a model may be rotated: its residual streams, with all that writes to them and reads from them, and its MLPs.
+"""What a family says of a model; and where it may be rotated: its residual streams, with all that writes to them and
+reads from them, and its MLPs.
 
 A family says so in its `streams(model)`: modules by name, so that whoever changes weights needs no family's names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from timm.layers import GluMlp, Mlp, SwiGLU
-from torch import nn
+from torch import Tensor, nn
+
+from maskaq.shapes import Layer
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """What a family says of a model whose attention it has exposed."""
+
+    layers: tuple[Layer, ...]
+    """Attention over patches of the image, first to last."""
+    blocks: tuple[str, ...]
+    """Module paths of the blocks with attention."""
+    first: tuple[str, ...]
+    """The convolutions that read the image."""
+    last: tuple[str, ...]
+    """The linear layers that the outputs come from; none where they are the pooled tokens."""
+    outputs: int = 0
+    """How many numbers the model gives for an image."""
+    left_out: tuple[str, ...] = ()
+    """Attention that is quantized and no layer of the losses, and why."""
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: Sequence[Layer]) -> "Exposed":
+        """Of a ViT or Swin: all its convolutions embed patches, and all its attention is over patches."""
+        return cls(
+            layers=tuple(layers),
+            blocks=tuple(dict.fromkeys(layer.block for layer in layers)),
+            first=tuple(n for n, m in model.named_modules() if isinstance(m, nn.Conv2d)),
+            last=tuple(n for n, m in model.named_modules() if _is_head(n) and type(m) is nn.Linear),
+        )
+
+
+def _is_head(name: str) -> bool:
+    return name.split(".")[0] in ("head", "head_dist")
+
 
 MLPS = (Mlp, GluMlp, SwiGLU)
 """Each multiplies by `fc2` what leaves its `norm`, mostly an Identity, whatever gates come before."""
@@ -65,6 +102,14 @@ def branch(path: str, module: nn.Module, norm: str, scale: str = "") -> tuple[tu
     """The writer and the reader of an attention or an MLP: its last layer, and all other linear layers."""
     layers = tuple(f"{path}.{name}" for name, child in module.named_children() if type(child) is nn.Linear)
     return (layers[-1], scale), Reader(layers[:-1], norm)
+
+
+def main_output(output: Any) -> Tensor:
+    """What a block gives: of several tensors the first with one row for each image."""
+    if isinstance(output, Tensor):
+        return output
+    tensors = [value for value in output if isinstance(value, Tensor)]
+    return min(tensors, key=len) if tensors else Tensor()
 
 
 def is_absent(module: Any) -> bool:

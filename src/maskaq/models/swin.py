@@ -8,7 +8,7 @@ from timm.models import swin_transformer as timm_swin
 from torch import Tensor, nn
 
 from maskaq.models.products import AttentionProducts
-from maskaq.models.structure import Reader, Stream, branch, is_absent
+from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_swin.SwinTransformer
@@ -45,8 +45,12 @@ class ExposedWindowAttention(AttentionProducts):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
-def expose_(model: Any) -> tuple[Layer, ...]:
-    """Swap every attention of a SwinTransformer in place; return its layers, first to last."""
+def takes(model: Any) -> bool:
+    return True
+
+
+def expose_(model: Any, image: Tensor) -> Exposed:
+    """Swap every attention of a SwinTransformer in place."""
     layers = []
     height, width = model.patch_embed.grid_size
     for i, stage in enumerate(model.layers):
@@ -55,7 +59,7 @@ def expose_(model: Any) -> tuple[Layer, ...]:
         for j, block in enumerate(stage.blocks):
             block.attn = ExposedWindowAttention(block.attn)
             layers.append(_layer(f"layers.{i}.blocks.{j}", block, height, width))
-    return tuple(layers)
+    return Exposed.of(model, layers)
 
 
 def _layer(name: str, block: timm_swin.SwinTransformerBlock, height: int, width: int) -> Layer:

@@ -8,6 +8,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from maskaq.models import AttentionProducts, geometry
+from maskaq.models.structure import main_output
 
 Point = Literal["scores", "probs", "scores_received", "probs_received", "heads", "blocks", "class_features"]
 
@@ -34,7 +35,7 @@ class Taps(Mapping[str, list[Tensor]]):
 def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
     """Record what passes the named points: scores QK^T, softmax probs, head and block outputs, what classifiers read.
 
-    All are one tensor per layer, but for `class_features`: one per classifier.
+    All are one tensor per layer, but for `blocks`, one per block, and `class_features`, one per classifier.
     `scores_received` and `probs_received` are the rows of the class token, or else the mean over the patches' rows.
 
     with taps(model, "scores", "heads") as seen:
@@ -53,7 +54,7 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
         return lambda: attention.passed[point]
 
     def recorder(block: str) -> Callable[[nn.Module, tuple, Tensor], None]:
-        return lambda module, inputs, output: outputs.update({block: output})
+        return lambda module, inputs, output: outputs.update({block: main_output(output)})
 
     def reading(classifier: str) -> Callable[[nn.Module, tuple], None]:
         return lambda module, inputs: read_by.update({classifier: inputs[0]})
@@ -65,9 +66,9 @@ def taps(model: nn.Module, *points: Point) -> Iterator[Taps]:
                     attention.listened = (*attention.listened, point)
                 read[point] = [reader(attention, point) for attention in attentions]
             elif point == "blocks":
-                for block in {layer.block: None for layer in layers}:
+                for block in geometry(model).blocks:
                     handles.append(model.get_submodule(block).register_forward_hook(recorder(block)))
-                read[point] = [partial(outputs.__getitem__, layer.block) for layer in layers]
+                read[point] = [partial(outputs.__getitem__, block) for block in geometry(model).blocks]
             elif point == "class_features":
                 for name in classifiers:
                     handles.append(model.get_submodule(name).register_forward_pre_hook(reading(name)))

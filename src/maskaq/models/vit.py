@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError
 from maskaq.models.products import AttentionProducts
-from maskaq.models.structure import Reader, Stream, branch, is_absent
+from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
@@ -80,23 +80,26 @@ class ExposedAttentionPool(AttentionProducts):
         return out[:, 0] if self.pool == "token" else out.mean(dim=1) if self.pool == "avg" else out
 
 
-def expose_(model: Any) -> tuple[Layer, ...]:
-    """Swap every attention of a VisionTransformer in place; return its layers, first to last."""
-    pool = getattr(model, "attn_pool", None)
-    if type(pool) is AttentionPoolLatent:
-        model.attn_pool = ExposedAttentionPool(pool)
-    elif pool is not None:
-        raise ModelError(
-            f"layer 'attn_pool' is a {type(pool).__name__}; supported poolings: class token, average, attention with a "
-            "learned query (AttentionPoolLatent)"
-        )
+def takes(model: Any) -> bool:
+    """Whether all of a VisionTransformer is as this file has it: no hybrid, no attention of another kind."""
+    modules = [module for block in model.blocks for module in block.modules()]
+    return (
+        isinstance(getattr(model.patch_embed, "proj", None), nn.Conv2d)
+        and not hasattr(model.patch_embed, "backbone")
+        and type(getattr(model, "attn_pool", None)) in (AttentionPoolLatent, ExposedAttentionPool, type(None))
+        and all(type(block) in BLOCKS for block in model.blocks)
+        and all(type(module) in (*ATTENTIONS, ExposedAttention) for module in modules if "Att" in type(module).__name__)
+    )
+
+
+def expose_(model: Any, image: Tensor) -> Exposed:
+    """Swap every attention of a VisionTransformer in place."""
+    if getattr(model, "attn_pool", None) is not None:
+        model.attn_pool = ExposedAttentionPool(model.attn_pool)
     rows, columns = model.patch_embed.dynamic_feat_size(model.patch_embed.img_size)  # with padding, where it pads
     reads_class_token = getattr(model, "has_class_token", True) and model.global_pool == "token"
     layers = []
     for index, block in enumerate(model.blocks):
-        if type(block) not in BLOCKS:
-            allowed = ", ".join(cls.__name__ for cls in BLOCKS)
-            raise ModelError(f"blocks.{index} is a {type(block).__name__}; supported ViT blocks: {allowed}")
         for name, module in list(block.named_modules()):
             if type(module) in ATTENTIONS:
                 parent, _, child = name.rpartition(".")
@@ -112,7 +115,7 @@ def expose_(model: Any) -> tuple[Layer, ...]:
                         prefix_tokens=model.num_prefix_tokens,
                     )
                 )
-    return tuple(layers)
+    return Exposed.of(model, layers)
 
 
 def streams(model: Any) -> tuple[Stream, ...] | str:

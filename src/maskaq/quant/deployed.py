@@ -92,6 +92,15 @@ class CodedWeight(nn.Module):
         self.register_buffer("codes", torch.zeros(shape, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(shape[0]))
 
+    @property
+    def device(self) -> torch.device:
+        return self.scale.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values, as some models ask a layer's weight."""
+        return self.scale.dtype
+
     def forward(self) -> Tensor:
         return self.codes * self.scale.view(-1, *[1] * (self.codes.dim() - 1))
 
@@ -126,6 +135,7 @@ class DeployedConv2d(nn.Module):
         self.register_buffer("bias", bias)
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise ModelError(f"a convolution with padding {conv.padding!r} ({conv.padding_mode}) cannot be deployed")
+        self.kernel_size = conv.kernel_size  # what some models ask their layers
         self.stride = conv.stride
         self.padding = conv.padding
         self.dilation = conv.dilation
@@ -167,12 +177,22 @@ class DeployedMatmul(Matmul):
 class FloatWeight(nn.Module):
     """A weight that stays in float (`first_last = "float"`)."""
 
+    values: Tensor
+
     def __init__(self, values: Tensor) -> None:
         super().__init__()
         self.register_buffer("values", values)
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
     def forward(self) -> Tensor:
-        return self.values  # type: ignore[return-value]
+        return self.values
 
 
 def _blank_weight(layer: nn.Linear | nn.Conv2d, part: Part) -> nn.Module:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
-from maskaq.models import FAMILIES, expose, geometry
+from maskaq.models import expose, family_of, geometry
 from maskaq.models.structure import Stream, is_absent, mlps
 from maskaq.quant.kinds import refuse_quantized, replace_module
 from maskaq.randomness import image_keys, normal, uniform
@@ -188,6 +188,9 @@ class _Rotator:
         reasons: dict[str, list[str]] = {}
         for name in (layer.attention for layer in geometry(self.model).layers):
             attention: Any = self.model.get_submodule(name)
+            if not hasattr(attention, "qkv"):
+                reasons.setdefault("heads: which layers q, k and v come from is not known", []).append(name)
+                continue
             for_qk, for_v = _obstacle(attention, "q_norm", "k_norm"), _obstacle(attention, "norm", "gate")
             for what, reason in (("q and k", for_qk), ("v", for_v)):
                 reasons.setdefault(f"heads, {what}: {reason}", []).extend([name] if reason else [])
@@ -208,8 +211,8 @@ class _Rotator:
 
         A norm's own scale and shift do not commute with R, so they go into the layers that read it.
         """
-        family = next(family for family in FAMILIES if isinstance(self.model, family.ROOT))
-        streams = family.streams(self.model)
+        family = family_of(self.model)
+        streams = f"of a {type(self.model).__name__} is not known" if family is None else family.streams(self.model)
         if isinstance(streams, str):
             self.left_out.append(f"residual: {streams}")
             return

@@ -131,15 +131,17 @@ def collect(
         first = images[:SAMPLED]
         seen = {name: _look(models[name], first, progress, recipe) for name in ("teacher", "searched", "student")}
         _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
-        facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
+        has_maps = bool(geometry(teacher).layers)
+        if has_maps:
+            facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
+            tensors |= maps
         facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
-        if geometry(teacher).classes:
+        if geometry(teacher).classes and has_maps:
             sample = seen["teacher"], seen["student"], first.labels
             if labelled is not None and recipe.makes_images:
                 p, q = (_look(model, labelled, Progress(), recipe) for model in (teacher, student))
                 sample = p, q, labelled.labels
             facts["information"] = information(*sample)
-        tensors |= maps
     facts = {"format": FORMAT, "seconds": round(time.monotonic() - began, 2), **facts}
     return Collected(finite(facts), tensors)
 

@@ -56,7 +56,8 @@ class OpenedRun:
     def load_teacher(self) -> nn.Module:
         """The full-precision model that the source names, without a check of its weights."""
         source = self.source
-        return load_model(source["name"], source["checkpoint"], source["args"], source.get("mean"), source.get("std"))
+        settings = (source.get(key) for key in ("mean", "std", "task"))
+        return load_model(source["name"], source["checkpoint"], source["args"], *settings)
 
     def teacher(self) -> nn.Module:
         """The full-precision model, loaded from its source; CheckpointError if its weights have changed."""

@@ -26,7 +26,7 @@ from maskaq.errors import ModelError, RunFolderError
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
 from maskaq.images.stored import StoredImages, StudentHistory, first_student, latest_images, noise, range_images
-from maskaq.models import expose, refuse_zero_weights
+from maskaq.models import adopted, expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
 from maskaq.quant.plan import QuantPlan, with_own_mlps
 from maskaq.quant.rotation import rotate, rotated
@@ -112,6 +112,7 @@ def quantize(
     progress = progress or Progress()
     seed = whole_number(seed)
     device = pick_device(device)
+    model = adopted(model)
     teacher = _trained(model)
     asked = identity(model, recipe, seed)
     with joined(device) as ranks:
@@ -123,6 +124,8 @@ def quantize(
         teacher = rotate(teacher, recipe.quantization.rotate).to(device)
         for reason in rotated(teacher).left_out if ranks.leads else ():
             progress.note(f"not rotated: {reason}")
+        if (few := geometry(teacher).left_out) and recipe.data_free and ranks.leads:
+            progress.note(f"{len(few)} attentions are quantized and left out of the losses on attention maps: {few[0]}")
         with ranks.leader_first():  # it writes down what the run is
             job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress), ranks)
             about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}

@@ -183,6 +183,7 @@ class _Weight(nn.Module):
         self.attributes = {"name": name, "bits": bits, "axis": 1 if transposed else 0}
         self.register_buffer("codes", codes.t().contiguous() if transposed else codes)
         self.register_buffer("scale", scale)
+        self.dtype, self.device = torch.float32, codes.device  # what some models ask of a layer's weight
 
     def forward(self) -> Tensor:
         return _placeholder("Weight", (self.codes, self.scale), self.attributes, self.codes.shape)
@@ -202,6 +203,7 @@ class _Linear(nn.Module):
         names = [f"{name}.weight" if parts == 1 else f"{name}.weight.{i}" for i in range(parts)]
         pieces = zip(coded.codes.chunk(parts), coded.scale.chunk(parts), names, strict=True)
         self.weights = nn.ModuleList(_Weight(c, s, coded.bits, n, transposed=True) for c, s, n in pieces)
+        self.weight = coded  # what some models ask for its dtype
         bias: Tensor | None = linear.bias  # type: ignore[assignment]
         for i in range(parts):
             self.register_buffer(f"bias_{i}", None if bias is None else bias.chunk(parts)[i].clone())

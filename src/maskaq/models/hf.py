@@ -1,0 +1,218 @@
+"""Models of Hugging Face transformers: one tensor in, one tensor out, attention through our products.
+
+`HuggingFace` wraps a model: images in, logits or one embedding for each image out. Its attention goes through
+transformers' own `AttentionInterface`; the classes that do not use it are rewired as any other model is.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maskaq.errors import CheckpointError, DependencyError, ModelError
+
+PREFIX = "hf:"
+_ATTENTION = "maskaq"
+# Classes of whole checkpoints -> the part that sees images and has an output for each.
+_PART = {
+    "CLIPModel": "CLIPVisionModelWithProjection",
+    "SiglipModel": "SiglipVisionModel",
+    "ViTMAEForPreTraining": "ViTMAEModel",
+    "ViTForMaskedImageModeling": "ViTModel",
+    "BeitForMaskedImageModeling": "BeitModel",
+    "SwinForMaskedImageModeling": "SwinModel",
+    "DeiTForMaskedImageModeling": "DeiTModel",
+}
+_OUTPUTS = ("logits", "image_embeds", "pooler_output")
+_INTERPOLATION = {0: "nearest", 2: "bilinear", 3: "bicubic", 1: "lanczos"}
+
+
+class HuggingFace(nn.Module):
+    """A transformers model as a function from images (B, C, H, W) to logits or features (B, D)."""
+
+    def __init__(self, model: Any, processor: Any = None) -> None:
+        super().__init__()
+        config = model.config
+        vision = getattr(config, "vision_config", config)
+        self.model = model
+        self.has_classifier = type(model).__name__.endswith("ForImageClassification")
+        self.num_classes = int(config.num_labels) if self.has_classifier else 0
+        self.masks_patches = hasattr(config, "mask_ratio")
+        if self.masks_patches:
+            config.mask_ratio = 0.0  # of ViT-MAE: an encoder that sees all patches
+        with _quiet(_transformers()):  # it warns of those that have no such interface, which are rewired
+            _register()
+            model.set_attn_implementation(_ATTENTION)
+        names = [str(config.id2label[i]) for i in range(self.num_classes)] if self.has_classifier else []
+        named = names and any(name != f"LABEL_{i}" for i, name in enumerate(names))
+        self.pretrained_cfg: dict[str, Any] = {
+            "architecture": PREFIX + type(model).__name__,
+            "input_size": _input_size(vision, processor),
+            "mean": _numbers(processor, "image_mean"),
+            "std": _numbers(processor, "image_std"),
+            "crop_pct": _crop(processor),
+            "interpolation": _INTERPOLATION.get(int(getattr(processor, "resample", None) or 3), "bicubic"),
+            **({"label_names": names} if named else {}),
+        }
+        self.default_cfg = self.pretrained_cfg
+
+    def forward(self, images: Tensor) -> Tensor:
+        extra = {}
+        if self.masks_patches:
+            patches = (images.shape[2] // _pair(self.model.config.patch_size)[0]) * (
+                images.shape[3] // _pair(self.model.config.patch_size)[1]
+            )
+            extra["noise"] = torch.arange(patches, device=images.device, dtype=torch.float32).expand(len(images), -1)
+        found = self.model(pixel_values=images, **extra)
+        for name in _OUTPUTS:
+            output = getattr(found, name, None)
+            if isinstance(output, Tensor):
+                return output
+        hidden: Tensor = found.last_hidden_state
+        return hidden[:, 0] if hasattr(self.model.config, "mask_ratio") else hidden.mean(dim=1)
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls, registered as "maskaq"."""
+    compute = module.products.attention if hasattr(module, "products") else F.scaled_dot_product_attention
+    heads = compute(query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling"))
+    return heads.transpose(1, 2).contiguous(), None
+
+
+def is_hf(model: Any) -> bool:
+    """Whether a model is one of transformers': asked without importing it."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+
+
+def adopted(model: Any) -> Any:
+    """A transformers model wrapped; any other as it is."""
+    if not is_hf(model):
+        return model
+    return HuggingFace(model, _processor(model.name_or_path) if getattr(model, "name_or_path", "") else None)
+
+
+def load(source: str) -> HuggingFace:
+    """The model of a folder or of a repository of the hub, with its weights, float32."""
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+        name = (getattr(config, "architectures", None) or [""])[0]
+        cls = getattr(transformers, _PART.get(name, name), None)
+        if cls is None:
+            cls = transformers.AutoModel
+        with _quiet(transformers):
+            model, report = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # hub, disk, json, unknown model types: many classes, one remedy
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{PREFIX}{source}: expected a folder or repository of a transformers model: {line}"
+        ) from error
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise CheckpointError(
+            f"{PREFIX}{source}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint, "
+            f"{missing[0]!r} first: expected all of them"
+        )
+    return HuggingFace(model.eval(), _processor(source)).eval()
+
+
+def build(name: str, config: Mapping[str, Any]) -> HuggingFace:
+    """A model of a class and a config, with random weights; as `described` has them."""
+    transformers = _transformers()
+    cls = getattr(transformers, name.removeprefix(PREFIX), None)
+    if cls is None:
+        raise ModelError(f"{name}: transformers {transformers.__version__} has no such class")
+    kind = cls.config_class
+    return HuggingFace(cls(kind.from_dict(dict(config))).eval()).eval()
+
+
+def described(model: HuggingFace) -> dict[str, Any]:
+    """Class and config, which `build` builds the model from."""
+    config = model.model.config.to_dict()
+    private = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+    kept = {key: value for key, value in config.items() if key not in private}
+    return {"name": PREFIX + type(model.model).__name__.split(".")[-1], "args": {"config": kept}}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise DependencyError(
+            'Hugging Face models need transformers 5 or newer: pip install "maskaq[transformers]"'
+        ) from error
+    return transformers
+
+
+def _register() -> None:
+    """Make our attention function known to transformers."""
+    transformers = _transformers()
+    transformers.AttentionInterface.register(_ATTENTION, attention)
+    masks = getattr(transformers, "AttentionMaskInterface", None)
+    if masks is not None:  # vision models ask for no mask, or bring their own
+        masks.register(_ATTENTION, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    log = transformers.utils.logging
+    level = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+
+
+def _processor(source: str) -> Any:
+    """The image processor of a folder or repository; None if it has none."""
+    if not source:
+        return None
+    try:
+        return _transformers().AutoImageProcessor.from_pretrained(source)
+    except Exception:  # none there, or one that needs what is not installed: the model's own size and usual values
+        return None
+
+
+def _input_size(config: Any, processor: Any) -> tuple[int, int, int]:
+    channels = int(getattr(config, "num_channels", 3))
+    size = _size(getattr(processor, "crop_size", None)) if getattr(processor, "do_center_crop", False) else None
+    size = size or _size(getattr(processor, "size", None)) or _pair(getattr(config, "image_size", 224))
+    return (channels, *size)
+
+
+def _size(value: Any) -> tuple[int, int] | None:
+    """Height and width of a processor's size, in whichever of its forms."""
+    if isinstance(value, int):
+        return value, value
+    get = value.get if isinstance(value, Mapping) else lambda key: getattr(value, key, None)
+    edge = get("shortest_edge")
+    height, width = get("height") or edge, get("width") or edge
+    return (int(height), int(width)) if height and width else None
+
+
+def _crop(processor: Any) -> float:
+    """How much of the resized image the crop keeps."""
+    whole, crop = _size(getattr(processor, "size", None)), _size(getattr(processor, "crop_size", None))
+    cropped = getattr(processor, "do_center_crop", False) and whole and crop
+    return crop[0] / whole[0] if cropped else 1.0  # type: ignore[index]
+
+
+def _numbers(processor: Any, key: str) -> tuple[float, ...]:
+    found = getattr(processor, key, None)
+    if found is None or not getattr(processor, "do_normalize", True):
+        return (0.5, 0.5, 0.5) if processor is None else (0.0,) * 3 if key == "image_mean" else (1.0,) * 3
+    return tuple(float(value) for value in found)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[1]))

@@ -1,0 +1,105 @@
+"""Let a module's own code call our products: its methods again, with other calls in a few places.
+
+A method that calls `F.scaled_dot_product_attention(q, k, v, ...)` becomes one that calls
+`self.products.attention(q, k, v, ...)`, and `a @ b` becomes `self.products.multiply("forward.0", a, b)`: the same
+source, compiled again in a subclass. So nothing is intercepted while the model runs, and compilers and exporters see
+plain code.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from maskaq.errors import ModelError
+
+CHILD = "products"
+"""The name of the child that owns the products."""
+
+
+def rewired(cls: type[nn.Module], methods: Iterable[str], matmuls: bool) -> type[nn.Module]:
+    """A subclass of the same name whose methods call `self.products`.
+
+    Args:
+        matmuls: whether products written as `a @ b` are replaced too.
+    """
+    return _rewired(cls, tuple(sorted(methods)), matmuls)  # type: ignore[arg-type]
+
+
+def method_of(cls: type, code: Any) -> str | None:
+    """The name of the method of a class that has this code; None if it is no method of it."""
+    for base in cls.__mro__:
+        for name, member in vars(base).items():
+            function = inspect.unwrap(member) if isinstance(member, FunctionType) else None
+            if function is not None and function.__code__ is code:
+                return name
+    return None
+
+
+@cache
+def _rewired(cls: type[nn.Module], methods: tuple[str, ...], matmuls: bool) -> type[nn.Module]:
+    members = {name: _again(cls, name, matmuls) for name in methods}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _again(cls: type, name: str, matmuls: bool) -> Any:
+    owner = next(base for base in cls.__mro__ if name in vars(base))
+    function = inspect.unwrap(vars(owner)[name])
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError) as error:
+        raise ModelError(
+            f"the source of {owner.__name__}.{name} cannot be read, and maskaq needs it to find the products of its "
+            "attention: put the class into a file"
+        ) from error
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    definition: Any = tree.body[0]
+    definition.decorator_list = []
+    _Calls(definition.args.args[0].arg, name, matmuls).visit(definition)
+    # `super()` and `__class__` in a method are names of an enclosing scope, here as in a class.
+    outer: Any = ast.parse("def outer(__class__):\n    return None").body[0]
+    outer.body = [definition, ast.parse(f"return {definition.name}").body[0]]
+    tree.body = [outer]
+    ast.fix_missing_locations(ast.increment_lineno(tree, first - 1))
+    names: dict[str, Any] = {}
+    exec(compile(tree, inspect.getsourcefile(function) or "<unknown>", "exec"), function.__globals__, names)
+    return names["outer"](owner)
+
+
+class _Calls(ast.NodeTransformer):
+    """Puts our calls in the place of those that multiply activations."""
+
+    def __init__(self, self_name: str, method: str, matmuls: bool) -> None:
+        self.self_name, self.method, self.matmuls = self_name, method, matmuls
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called == "scaled_dot_product_attention":
+            node.func = self._products("attention")
+        elif called in ("matmul", "bmm") and self.matmuls and not node.keywords:
+            owner = getattr(node.func, "value", None)
+            is_function = isinstance(owner, ast.Name) and owner.id == "torch"
+            operands = node.args if is_function else [owner, *node.args]
+            return self._multiply(*operands) if len(operands) == 2 else node
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        is_product = self.matmuls and isinstance(node.op, ast.MatMult)
+        return self._multiply(node.left, node.right) if is_product else node
+
+    def _multiply(self, left: Any, right: Any) -> ast.Call:
+        place = ast.Constant(f"{self.method}.{self.count}")
+        self.count += 1
+        return ast.Call(self._products("multiply"), [place, left, right], [])
+
+    def _products(self, method: str) -> ast.Attribute:
+        products = ast.Attribute(ast.Name(self.self_name, ast.Load()), CHILD, ast.Load())
+        return ast.Attribute(products, method, ast.Load())

@@ -1,0 +1,39 @@
+"""Small models of transformers, random weights."""
+
+from typing import Any
+
+import torch
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+SIZE = {"image_size": 32, "patch_size": 8}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 24, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", {**SMALL, **SIZE, "num_labels": 5}),
+    "deit": ("DeiTForImageClassification", {**SMALL, **SIZE, "num_labels": 5}),
+    "swin": ("SwinForImageClassification", {**SWIN, "num_labels": 5}),
+    "swinv2": ("Swinv2ForImageClassification", {**SWIN, "num_labels": 5}),
+    "dinov2": ("Dinov2ForImageClassification", {**SMALL, **SIZE, "num_labels": 5}),
+    "dinov2 features": ("Dinov2Model", {**SMALL, **SIZE}),
+    "dinov2 with registers": ("Dinov2WithRegistersModel", {**SMALL, **SIZE, "num_register_tokens": 2}),
+    "dinov3": ("DINOv3ViTModel", {**SMALL, **SIZE, "num_register_tokens": 2}),
+    "beit": ("BeitForImageClassification", {**SMALL, **SIZE, "num_labels": 5, "use_relative_position_bias": True}),
+    "data2vec": ("Data2VecVisionForImageClassification", {**SMALL, **SIZE, "num_labels": 5}),
+    "siglip": ("SiglipVisionModel", {**SMALL, **SIZE}),
+    "clip": ("CLIPVisionModelWithProjection", {**SMALL, **SIZE, "projection_dim": 16}),
+    "vit mae": ("ViTMAEModel", {**SMALL, **SIZE}),
+    "i-jepa": ("IJepaModel", {**SMALL, **SIZE}),
+}
+
+
+def small(name: str) -> Any:
+    import transformers
+
+    cls, settings = MODELS[name]
+    kind = getattr(transformers, cls)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model

@@ -1,0 +1,264 @@
+"""Every family of timm: the same outputs once exposed, tokens where they are, a run from end to end, an export."""
+
+import pytest
+import torch
+from families import SMALL, small
+from helpers import mostly_slow
+from timm.models import list_models
+from torch import nn
+from torch.nn import functional as F
+
+import maskaq
+from maskaq.artifact.export import export
+from maskaq.errors import ModelError
+from maskaq.images.stored import noise
+from maskaq.models import expose, geometry, in_float
+from maskaq.models.load import create_timm, load_shape, set_task
+from maskaq.models.names import FAMILIES, embedding_width, modules_of
+from maskaq.models.products import AttentionProducts
+from maskaq.models.taps import taps
+from maskaq.quant.kinds import layers
+from maskaq.recipe.schema import load_recipe
+
+FAST = ("eva02", "dinov3", "swinv2", "beit", "cait", "levit", "samvit", "naflexvit", "twins", "convit")
+OF_THE_ISSUE = [family for family in FAMILIES if family not in ("davit", "nextvit", "pit", "visformer", "gcvit")]
+
+
+def images_of(model: nn.Module, count: int = 2) -> torch.Tensor:
+    spec = geometry(model)
+    return torch.randn(count, spec.channels, *spec.image_size, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", mostly_slow(list(SMALL), *FAST))
+def test_a_model_computes_the_same_once_exposed(family):
+    model = small(family)
+    exposed = expose(model)
+    images = images_of(exposed)
+    with torch.no_grad():
+        expected, found = model(images), exposed(images)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("family", ["eva02", "swinv2", "samvit", "twins", "sam2"])
+def test_maps_are_laid_out_as_the_image_is(family):
+    """A change of one patch of a block's input is seen where the layout says that patch is."""
+    exposed = expose(small(family))
+    spec = geometry(exposed)
+    layer = spec.layers[0]
+    attention = exposed.get_submodule(layer.attention)
+    seen = {}
+    handle = exposed.get_submodule(layer.block).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        exposed(images_of(exposed, 1))
+    handle.remove()
+    x = seen["args"][0]
+    place = (layer.grid[0] // 2, layer.grid[1] - 1)
+    changed = x.clone()
+    if x.dim() == 4 and tuple(x.shape[1:3]) == layer.grid:
+        changed[:, place[0], place[1]] += torch.randn(x.shape[3])
+    elif x.dim() == 4:
+        changed[:, :, place[0], place[1]] += torch.randn(x.shape[1])
+    else:
+        changed[:, x.shape[1] - layer.grid[0] * layer.grid[1] + place[0] * layer.grid[1] + place[1]] += 3
+        changed[..., ::2] = x[..., ::2]
+    kept = []
+    attention.watched = lambda q, k: kept.append(q)
+    with torch.no_grad():
+        for value in (x, changed):
+            exposed.get_submodule(layer.block)(value, *seen["args"][1:], **seen["kwargs"])
+    attention.watched = None
+    difference = (kept[1] - kept[0]).abs().amax(dim=3)  # (W, H, T)
+    patches = layer.patch_attention(difference)[0].view(layer.grid)
+    assert (patches > 1e-6).nonzero().tolist() == [list(place)]
+
+
+def test_tokens_in_another_order_than_the_images_are_left_out_of_the_losses():
+    spec = geometry(expose(small("hiera")))
+    assert spec.layers == () and len(spec.left_out) == len(spec.blocks) > 0
+
+
+def test_what_does_not_depend_on_the_image_and_position_tables_stay_in_float():
+    exposed = expose(small("swinv2"))
+    quantized = set(layers(exposed))
+    assert not any("cpb_mlp" in name for name in quantized) and "FloatLinear" in in_float(exposed)
+    assert {"layers.0.blocks.0.attn.products.qk", "layers.0.blocks.0.attn.qkv"} <= quantized
+
+
+def test_a_batch_norm_behind_a_convolution_is_folded_into_it():
+    model = small("levit")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+    exposed = expose(model)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in exposed.modules())
+    images = images_of(exposed)
+    with torch.no_grad():
+        assert torch.allclose(exposed(images), model(images), atol=1e-5)
+    convolutions = [name for name, (module, kind) in layers(exposed).items() if kind.name == "convolution"]
+    assert len(convolutions) == 4 and geometry(exposed).first == tuple(convolutions[:1])
+
+
+def test_special_convolutions_are_plain_ones_once_exposed():
+    exposed = expose(small("hybrid"))
+    found = [module for module in exposed.modules() if isinstance(module, nn.Conv2d)]
+    assert found and {type(module) for module in found} == {nn.Conv2d}
+
+
+class Attention(nn.Module):
+    """Somebody's own attention."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class WrittenOut(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+        return self.out(torch.matmul(maps, v).transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 24, 8, 8)
+        self.blocks = nn.ModuleList(attention(24, 3) for _ in range(2))
+        self.attentions = nn.ModuleList(nn.Sequential(nn.LayerNorm(24), block) for block in self.blocks)
+        del self.blocks
+        self.head = nn.Linear(24, 5)
+        self.pretrained_cfg = {"input_size": (3, 32, 32)}
+
+    def forward(self, x):
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        for attention in self.attentions:
+            x = x + attention(x)
+        return self.head(x.mean(dim=1))
+
+
+@pytest.mark.parametrize("attention", [Attention, WrittenOut])
+def test_a_model_of_ones_own_is_exposed_and_tapped(attention):
+    torch.manual_seed(0)
+    model = Own(attention).eval()
+    exposed = expose(model)
+    images = images_of(exposed)
+    spec = geometry(exposed)
+    assert [(layer.grid, layer.prefix_tokens) for layer in spec.layers] == [((4, 4), 0)] * 2
+    assert (spec.classes, spec.first, spec.last) == (5, ("embed",), ("head",))
+    with torch.no_grad(), taps(exposed, "scores", "probs", "heads", "probs_received") as seen:
+        assert torch.allclose(exposed(images), model(images), atol=1e-6)
+        assert seen["scores"][1].shape == seen["probs"][1].shape == (2, 3, 16, 16)
+        assert torch.allclose(seen["probs"][0].sum(dim=-1), torch.ones(2, 3, 16))
+        assert seen["heads"][0].shape == (2, 3, 16, 8) and seen["probs_received"][0].shape == (2, 3, 16)
+
+
+def test_attention_that_cannot_be_reached_is_an_error_that_says_where():
+    class Hidden(Attention):
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            return self.out(_helper(q, k, v).transpose(1, 2).flatten(2))
+
+    with pytest.raises(ModelError, match="_helper"):
+        expose(Own(Hidden))
+
+
+def _helper(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_towers_give_features_by_timms_record_and_a_task_that_is_asked_for_counts_first():
+    tower = load_shape("vitamin_small_224.datacomp1b_clip")
+    assert geometry(expose(tower)).task == "features"
+    assert geometry(expose(set_task(tower, "classification"))).classes == 384
+    assert geometry(expose(set_task(small("dinov3"), "features"))).classes == 0
+    with pytest.raises(ModelError, match="no classifier"):
+        set_task(small("dinov3", num_classes=0), "classification")
+
+
+def test_an_image_size_is_taken_by_models_without_an_argument_for_it():
+    model = create_timm("pvt_v2_b0", img_size=64)
+    assert geometry(expose(model)).image_size == (64, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OF_THE_ISSUE)
+def test_every_pretrained_name_of_a_family_is_accepted(family):
+    names = {
+        name.split(".")[0] for module in modules_of(family) for name in list_models(module=module, pretrained=True)
+    }
+    for name in sorted(names):
+        exposed = expose(load_shape(name))
+        products = [module for module in exposed.modules() if isinstance(module, AttentionProducts)]
+        assert layers(exposed) and (products or family in ("fastvit", "mobilevit"))
+
+
+def test_towers_are_those_trained_with_text():
+    records = {
+        "vit_base_patch16_clip_224.openai": 512,
+        "vitamin_large_336.datacomp1b_clip": 768,
+        "vit_base_patch16_clip_224.openai_ft_in1k": 0,
+        "eva02_base_patch14_448.mim_in22k_ft_in1k": 0,
+    }
+    from timm.models import get_pretrained_cfg
+
+    for name, width in records.items():
+        config = get_pretrained_cfg(name)
+        assert config is not None and embedding_width(config.to_dict()) == width
+
+
+TINY = (
+    "quantization.range_images=2",
+    "synthesis.images=4",
+    "synthesis.steps=2",
+    "synthesis.batch=4",
+    "calibration.epochs=1",
+    "calibration.batch=4",
+    "refresh.every=0",
+)
+NOT_EXPORTED = {
+    "naflexvit": "positions are interpolated in the graph",
+}
+
+
+@pytest.mark.parametrize("family", mostly_slow(list(SMALL), "eva02"))
+def test_a_family_from_end_to_end(family, tmp_path):
+    """Run, save, load, and export what is verified code by code."""
+    name, args = SMALL[family]
+    source = {"name": name, "args": {"num_classes": 10, **args}}
+    recipe = load_recipe("quick", *TINY, bits="w6a6")
+    result = maskaq.quantize(small(family), recipe, tmp_path / "run", source=source, device="cpu")
+    loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    images = noise(loaded, 2, seed=0)
+    with torch.no_grad():
+        assert torch.allclose(loaded(images), result.model(images), atol=1e-5)
+    if family in NOT_EXPORTED:
+        pytest.skip(NOT_EXPORTED[family])
+    verified = export(loaded, tmp_path / "model.onnx", "onnx", images)
+    assert verified.codes > 0
+
+
+def test_torchs_own_multi_head_attention_is_taken_apart():
+    class Block(nn.Module):
+        def __init__(self, width, heads):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = Own(Block).eval()
+    exposed = expose(model)
+    images = images_of(exposed)
+    with torch.no_grad():
+        assert torch.allclose(exposed(images), model(images), atol=1e-6)
+    names = set(layers(exposed))
+    assert {f"attentions.0.1.attention.{part}" for part in ("q", "out_proj", "products.qk", "products.av")} <= names

@@ -1,0 +1,104 @@
+"""Models of Hugging Face transformers: the same outputs, the processor's preparation, a run, a folder, a hint."""
+
+import pytest
+import torch
+from test_families import TINY
+
+pytest.importorskip("transformers", minversion="5.0")
+
+from hf_models import MODELS, small
+
+import maskaq
+from maskaq.artifact.export import export
+from maskaq.errors import CheckpointError, ModelError
+from maskaq.images.stored import noise
+from maskaq.models import class_names, data_config, expose, geometry
+from maskaq.models.hf import adopted
+from maskaq.models.load import load_model
+from maskaq.recipe.schema import load_recipe
+
+
+def outputs(model, images):
+    """What transformers itself gives, with eager attention."""
+    import transformers
+
+    kind = type(model)
+    eager = kind(kind.config_class.from_dict(model.config.to_dict())).eval()
+    eager.load_state_dict(model.state_dict())
+    if hasattr(eager, "set_attn_implementation"):
+        transformers.utils.logging.set_verbosity_error()
+        eager.set_attn_implementation("eager")
+    extra = {"noise": torch.arange(16.0).expand(len(images), -1)} if "MAE" in kind.__name__ else {}
+    if extra:
+        eager.config.mask_ratio = 0.0
+    with torch.no_grad():
+        found = eager(pixel_values=images, **extra)
+    for name in ("logits", "image_embeds", "pooler_output"):
+        if getattr(found, name, None) is not None:
+            return getattr(found, name)
+    return found.last_hidden_state[:, 0] if extra else found.last_hidden_state.mean(dim=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_computes_the_same_once_exposed(name):
+    model = small(name)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    expected = outputs(model, images)
+    exposed = expose(model)
+    with torch.no_grad():
+        found = exposed(images)
+    assert torch.allclose(found, expected, atol=1e-5)
+    spec = geometry(exposed)
+    assert len(spec.layers) == 2 and spec.image_size == (32, 32)
+    assert spec.classes == (5 if "ForImageClassification" in MODELS[name][0] else 0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    import transformers
+
+    model = small("vit")
+    model.config.id2label = {i: f"class {i}" for i in range(5)}
+    model.save_pretrained(tmp_path / "vit")
+    size = {"height": 32, "width": 32}
+    processor = transformers.ViTImageProcessor(size=size, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6])
+    processor.save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+def test_the_processor_and_the_labels_of_a_folder_are_used(folder):
+    model = load_model(f"hf:{folder}")
+    config = data_config(model)
+    assert config["input_size"] == (3, 32, 32)
+    assert config["mean"] == pytest.approx((0.1, 0.2, 0.3)) and config["std"] == pytest.approx((0.4, 0.5, 0.6))
+    assert class_names(expose(model)) == [f"class {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("name", ["vit", pytest.param("dinov3", marks=pytest.mark.slow)])
+def test_a_run_of_a_model_of_transformers_is_saved_loaded_and_exported(name, tmp_path):
+    model = small(name)
+    result = maskaq.quantize(model, load_recipe("quick", *TINY, bits="w6a6"), tmp_path / "run", device="cpu")
+    loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    images = noise(loaded, 2, seed=0)
+    with torch.no_grad():
+        assert torch.allclose(loaded(images), result.model(images), atol=1e-5)
+    if name == "vit":
+        assert export(loaded, tmp_path / "model.onnx", "onnx", images).codes > 0
+
+
+def test_a_checkpoint_of_transformers_given_to_a_timm_name_says_what_to_type(folder):
+    with pytest.raises(CheckpointError, match=f"hf:{folder}"):
+        load_model("vit_tiny_patch16_224", folder / "model.safetensors")
+
+
+def test_what_is_no_model_of_transformers_is_one_clear_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="expected a folder or repository"):
+        load_model(f"hf:{tmp_path}")
+    with pytest.raises(ModelError, match="no --checkpoint"):
+        load_model(f"hf:{tmp_path}", tmp_path / "x.safetensors")
+
+
+def test_other_models_are_left_as_they_are():
+    model = torch.nn.Linear(2, 2)
+    assert adopted(model) is model

@@ -683,7 +683,7 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
         return None if stored is None or stored == _size_of(model) else _short_size(stored)
     mine = getattr(model, "pos_embed", None)
     theirs = state.get("pos_embed")
-    patch = getattr(model, "patch_embed", None)
+    patch: Any = getattr(model, "patch_embed", None)
     if mine is None or theirs is None or not hasattr(patch, "num_patches") or hasattr(patch, "backbone"):  # of a hybrid
         return None
     if theirs.dim() != 3 or theirs.shape[1] == mine.shape[1]:

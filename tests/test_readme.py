@@ -34,7 +34,9 @@ def runs_here(words):
     if words[0] in ("export", "bench-runtime") and not HAS_ONNX:
         return False
     for_openvino = any(word == "openvino" or word.endswith(".xml") for word in words)
-    return not {"deit_tiny_patch16_224", "vit_small_patch14_dinov2"} & set(words) and not for_openvino
+    from_hub = any(word.startswith("hf:") for word in words)
+    downloaded = from_hub or {"deit_tiny_patch16_224", "vit_small_patch14_dinov2"} & set(words)
+    return not downloaded and not for_openvino
 
 
 def test_the_pages_have_what_these_tests_look_for():

@@ -98,6 +98,12 @@ def add_named_model(parser: argparse.ArgumentParser) -> None:
 
 def add_timm(parser: argparse.ArgumentParser) -> None:
     """What a model takes that neither its name nor its weights tell."""
+    add_shape(parser)
+    _add_preparation(parser)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """What the architecture of a model depends on beside its name."""
     parser.add_argument(
         "--model-arg",
         metavar="KEY=VALUE",
@@ -112,6 +118,9 @@ def add_timm(parser: argparse.ArgumentParser) -> None:
         metavar="N|HxW",
         help="image size (default: what the weights tell, or the name's)",
     )
+
+
+def _add_preparation(parser: argparse.ArgumentParser) -> None:
     for key, example in (("mean", "0.485,0.456,0.406"), ("std", "0.229,0.224,0.225")):
         parser.add_argument(
             f"--{key}",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
-from maskaq.cli.arguments import Invocation, RecipeOptions
+from maskaq.cli.arguments import Invocation, ModelOptions, RecipeOptions
 
 SUMMARY = "how fast synthesis and calibration run here"
 RESUMABLE = False
@@ -16,6 +16,8 @@ _RECIPE = "paper"
 class Arguments:
     models: tuple[str, ...]
     recipe: RecipeOptions
+    model_arg: tuple[str, ...]
+    img_size: int | tuple[int, int] | None
     batch: int
     calibration_batch: int
     steps: int
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["cifar10_vit"],
         help="timm names, with random weights, or embedded models (default: cifar10_vit)",
     )
+    options.add_shape(parser)
     options.add_recipe(parser, _RECIPE)
     count, positive = converters.count, converters.positive
     parser.add_argument("--batch", type=count, default=0, help="images optimised together (default: as a run would)")
@@ -66,7 +69,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     with draw.progress_for(invocation.console) as progress:
         engine = pick_engine(device, False if arguments.plain else None, progress)
         for name in arguments.models:
-            teacher = teacher_of(rebuild({"name": name, "args": {}}), recipe.quantization).to(device)
+            shape = ModelOptions(name, model_arg=arguments.model_arg, img_size=arguments.img_size)
+            model = rebuild({"name": name, "args": resolve.timm_args(shape)})
+            teacher = teacher_of(model, recipe.quantization).to(device)
             progress.note(f"{name}: timing synthesis and calibration, {repeats} repeats of {steps} steps each")
             timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=steps, repeats=repeats)
     invocation.console.print(draw.bench_table(timings, provenance.device_name(device)))

@@ -67,7 +67,7 @@ def snapshots(request, tmp_path_factory):
 
 
 def quantize(model, out, source, **more):
-    return run.quantize(model, RECIPE, out, device="cpu", source=source, checkpoint_seconds=0, **more)
+    return run.quantize(model, RECIPE, out, device="cpu", source=source, checkpoint_seconds=0, lease=3.0, **more)
 
 
 def cut(lots: random.Random, path: Path, others: list[Path]) -> None:

@@ -374,7 +374,7 @@ def test_reconstruction_changes_each_block_as_the_plain_one_does(fast, build):
         "calibration.batch=2",
         "calibration.stages=reconstruct",
         "calibration.reconstruct.epochs=2",
-        "calibration.reconstruct.lr=1e-3",
+        "calibration.reconstruct.lr=1e-5",
     )
     found = []
     for engine in (PLAIN, fast):
@@ -389,7 +389,7 @@ def test_reconstruction_changes_each_block_as_the_plain_one_does(fast, build):
     changed = [name for name in want if want[name].any()]
     assert {name for name in got if got[name].any()} == set(changed) and changed
     # Adam's first step is the sign of the gradient: it may turn where that is 0 but for rounding.
-    turned = sum(int(((got[name] - want[name]).abs() > 1e-4).sum()) for name in changed)
+    turned = sum(int(((got[name] - want[name]).abs() > 1e-6).sum()) for name in changed)
     assert turned <= 0.01 * sum(want[name].numel() for name in changed)
 
 

@@ -20,8 +20,9 @@ from maskaq.models.taps import taps
 from maskaq.quant.kinds import layers
 from maskaq.recipe.schema import load_recipe
 
+FOLDED = ("visformer",)  # the order of its sums changes where BatchNorm is folded
 FAST = ("eva02", "dinov3", "swinv2", "beit", "cait", "levit", "samvit", "naflexvit", "twins", "convit")
-OF_THE_ISSUE = [family for family in FAMILIES if family not in ("davit", "nextvit", "pit", "visformer", "gcvit")]
+MAIN_FAMILIES = [family for family in FAMILIES if family not in ("davit", "nextvit", "pit", "visformer", "gcvit")]
 
 
 def images_of(model: nn.Module, count: int = 2) -> torch.Tensor:
@@ -36,7 +37,8 @@ def test_a_model_computes_the_same_once_exposed(family):
     images = images_of(exposed)
     with torch.no_grad():
         expected, found = model(images), exposed(images)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+    close = 2e-5 if family in FOLDED else 1e-5
+    assert (found - expected).abs().max() <= close * expected.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("family", ["eva02", "swinv2", "samvit", "twins", "sam2"])
@@ -198,7 +200,7 @@ def test_an_image_size_is_taken_by_models_without_an_argument_for_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", OF_THE_ISSUE)
+@pytest.mark.parametrize("family", MAIN_FAMILIES)
 def test_every_pretrained_name_of_a_family_is_accepted(family):
     names = {
         name.split(".")[0] for module in modules_of(family) for name in list_models(module=module, pretrained=True)

@@ -28,6 +28,8 @@ from maskaq.storage.files import explained, machine, misfit
 SECONDS = 60.0
 """How long a lease outlives the last sign of its owner."""
 _BEATS = 6  # signs of life in that time: a few may be late
+_UNWRITTEN = 10.0  # seconds for which a lease may be unreadable: it is written right after it was created
+_LIVING: set[str] = set()  # tokens of this process
 _FORM = {"host": str, "machine": str, "pid": int, "token": str, "seconds": float, "version": str, "rank?": int}
 
 
@@ -46,9 +48,14 @@ class Worker:
         return f"{self.host}, process {self.pid}" + ("" if self.rank is None else f", rank {self.rank}")
 
     def is_dead(self) -> bool:
-        """Whether it is certain that this worker is gone: only its own machine can tell."""
+        """Whether it is certain that this worker, whose lease this process does not hold, is gone.
+
+        Only its own machine can tell.
+        """
         if os.name != "posix" or self.machine != machine():
             return False
+        if self.pid == os.getpid():  # whose lease is not ours: a copied folder, or an earlier process of this number
+            return True
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -87,6 +94,7 @@ class Leases:
         self.worker = worker or Worker()
         self.seconds = seconds
         self._token = secrets.token_hex(8)
+        _LIVING.add(self._token)
         self._mine: set[str] = set()
         self._seen: dict[str, tuple[tuple[str, float], float]] = {}  # the last sign, and since when it is the last
         self._lock = threading.Lock()
@@ -158,6 +166,7 @@ class Leases:
             self._heart.join()
         for name in list(self._mine):
             self.release(name)
+        _LIVING.discard(self._token)
 
     def all(self) -> dict[str, Held]:
         """Every lease in the folder, of living and of dead owners."""
@@ -199,7 +208,7 @@ class Leases:
         return True
 
     def _is_expired(self, name: str, held: Held) -> bool:
-        if held.worker is not None and held.token != self._token and held.worker.is_dead():
+        if held.worker is not None and held.token not in _LIVING and held.worker.is_dead():
             return True
         sign, since = self._seen.get(name, (None, 0.0))
         if sign != held.sign:
@@ -244,7 +253,7 @@ def _read(path: Path) -> Held | None:
         if misfit(found, _FORM):
             raise ValueError
     except (ValueError, RecursionError):  # its owner may be about to write it
-        return Held(None, "", SECONDS, touched)
+        return Held(None, "", _UNWRITTEN, touched)
     worker = Worker(found["host"], found["machine"], found["pid"], found.get("rank"), found["version"])
     return Held(worker, found["token"], found["seconds"] or SECONDS, touched)
 

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 OLDEST_TIMM = 1.0.15
 
-.PHONY: demo docs web test test-slow test-all test-gpu test-oldest-timm check hooks bench clean
+.PHONY: demo docs web test test-slow test-exhaustive test-all test-gpu test-oldest-timm check hooks bench clean
 
 demo: $(VENV)/ready
 	$(BIN)/maskaq demo
@@ -20,10 +20,14 @@ web: $(VENV)/ready
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test: $(VENV)/ready
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 test-slow: $(VENV)/ready
 	$(PYTEST) -m slow
+
+# Every pretrained name and every family from end to end: half an hour and more.
+test-exhaustive: $(VENV)/ready
+	$(PYTEST) -m exhaustive
 
 test-all: $(VENV)/ready
 	$(PYTEST)

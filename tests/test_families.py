@@ -25,6 +25,13 @@ FAST = ("eva02", "dinov3", "swinv2", "beit", "cait", "levit", "samvit", "naflexv
 MAIN_FAMILIES = [family for family in FAMILIES if family not in ("davit", "nextvit", "pit", "visformer", "gcvit")]
 
 
+def some_slow(families, *slow):
+    """A few families for the slow tests, all others for the exhaustive ones."""
+    assert set(slow) <= set(families)
+    marks = {family: pytest.mark.slow if family in slow else pytest.mark.exhaustive for family in families}
+    return [pytest.param(family, marks=mark) for family, mark in marks.items()]
+
+
 def images_of(model: nn.Module, count: int = 2) -> torch.Tensor:
     spec = geometry(model)
     return torch.randn(count, spec.channels, *spec.image_size, generator=torch.Generator().manual_seed(1))
@@ -199,8 +206,7 @@ def test_an_image_size_is_taken_by_models_without_an_argument_for_it():
     assert geometry(expose(model)).image_size == (64, 64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", some_slow(MAIN_FAMILIES, "beit", "tiny_vit"))
 def test_every_pretrained_name_of_a_family_is_accepted(family):
     names = {
         name.split(".")[0] for module in modules_of(family) for name in list_models(module=module, pretrained=True)
@@ -240,7 +246,7 @@ NOT_EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow) for family in SMALL])
+@pytest.mark.parametrize("family", some_slow(SMALL, "dinov3", "swinv2", "samvit", "cait", "levit"))
 def test_a_family_from_end_to_end(family, tmp_path):
     """Run, save, load, and export what is verified code by code."""
     name, args = SMALL[family]

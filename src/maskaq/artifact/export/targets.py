@@ -31,7 +31,9 @@ def _check_tensorrt(model: nn.Module) -> None:
     """Codes are int8 with a zero point of 0 (weights from -127), one scale for each activation, all of them uniform."""
     for name, part in model.named_modules():
         if isinstance(part, LogGrid):
-            raise ExportError(f"{name} has a logarithmic grid, TensorRT uniform ones: quantize with --set quantization.softmax=same")
+            raise ExportError(
+                f"{name} has a logarithmic grid, TensorRT uniform ones: quantize with --set quantization.softmax=same"
+            )
         if isinstance(part, FixedGrid) and part.scale.dim():
             raise ExportError(
                 f"{name} has a range for each head, TensorRT one for each tensor: expected granularity = tensor"

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -304,9 +305,21 @@ def test_a_lease_that_was_taken_again_meanwhile_is_not_taken_away(tmp_path):
     quick.close()
 
 
+def test_a_lease_with_the_number_of_this_process_that_is_not_its_own_passes_on_at_once(tmp_path):
+    earlier, living = Leases(tmp_path), Leases(tmp_path)
+    assert earlier.claim("x") and living.claim("y")
+    shutil.copy(tmp_path / "x.lease", tmp_path / "copy")
+    earlier.close()
+    shutil.copy(tmp_path / "copy", tmp_path / "x.lease")  # as a folder that was copied while its process ran
+    later = Leases(tmp_path)
+    assert later.claim("x") and not later.claim("y")
+    later.close()
+    living.close()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "[" * 9000])
 def test_a_lease_that_cannot_be_read_is_waited_for_and_then_taken(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(leasing, "SECONDS", 0.1)
+    monkeypatch.setattr(leasing, "_UNWRITTEN", 0.1)
     (tmp_path / "x.lease").write_text(content)
     leases = Leases(tmp_path)
     assert not leases.claim("x")

@@ -47,15 +47,14 @@ class Worker:
     def __str__(self) -> str:
         return f"{self.host}, process {self.pid}" + ("" if self.rank is None else f", rank {self.rank}")
 
-    def is_dead(self) -> bool:
-        """Whether it is certain that this worker, whose lease this process does not hold, is gone.
+    def is_here(self) -> bool:
+        """Whether it has the number of this process."""
+        return self.pid == os.getpid() and self.machine == machine()
 
-        Only its own machine can tell.
-        """
+    def is_dead(self) -> bool:
+        """Whether it is certain that this worker is gone: only its own machine can tell."""
         if os.name != "posix" or self.machine != machine():
             return False
-        if self.pid == os.getpid():  # whose lease is not ours: a copied folder, or an earlier process of this number
-            return True
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -208,8 +207,10 @@ class Leases:
         return True
 
     def _is_expired(self, name: str, held: Held) -> bool:
-        if held.worker is not None and held.token not in _LIVING and held.worker.is_dead():
+        if held.worker is not None and held.token != self._token and held.worker.is_dead():
             return True
+        if held.worker is not None and held.token not in _LIVING and held.worker.is_here():
+            return True  # of an earlier process that had this one's number, or of a folder that was copied
         sign, since = self._seen.get(name, (None, 0.0))
         if sign != held.sign:
             self._seen[name] = (held.sign, time.monotonic())

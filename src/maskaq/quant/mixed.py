@@ -63,6 +63,15 @@ def choose_bits(
     return plan.with_bits(found)
 
 
+def _of_width(
+    bits: int, teacher: nn.Module, plan: QuantPlan, scheme: Quantization, sites: list[str], images: Tensor
+) -> nn.Module:
+    """A student with these weights alone quantized, all at one width."""
+    student = quantized_twin(teacher, scheme, QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites}))
+    init_ranges_(student, images[:1], scheme)
+    return student
+
+
 @torch.no_grad()
 def measure_costs(
     teacher: nn.Module,
@@ -79,9 +88,7 @@ def measure_costs(
     expected = teacher(images)
     costs: Costs = {name: {} for name in sites}
     for bits in WIDTHS:
-        alone = QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites})
-        student = quantized_twin(teacher, scheme, alone)
-        init_ranges_(student, images[:1], scheme)
+        student = _of_width(bits, teacher, plan, scheme, sites, images)
         for name in sites:
             with _only(student, teacher, name.removesuffix(".weight")):
                 found = student(images)
@@ -184,11 +191,7 @@ class _Together:
         images: Tensor,
         distance: Distance,
     ) -> None:
-        self.students: dict[int, nn.Module] = {}
-        for bits in WIDTHS:
-            alone = QuantPlan({name: replace(plan.sites[name], bits=bits) for name in sites})
-            self.students[bits] = quantized_twin(teacher, scheme, alone)
-            init_ranges_(self.students[bits], images[:1], scheme)
+        self.students = {bits: _of_width(bits, teacher, plan, scheme, sites, images) for bits in WIDTHS}
         self.images, self.distance = images, distance
         with torch.no_grad():
             self.expected = teacher(images)

@@ -68,9 +68,7 @@ def percentile(
     values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The range that leaves out the outer (1 - percentile) of the values, half of it at each end."""
-    ordered = values.sort(dim=1).values
-    cut = round((1 - percentile) / 2 * (ordered.shape[1] - 1))
-    return ordered[:, cut], ordered[:, -1 - cut]
+    return _tails(values, (1 - percentile) / 2)
 
 
 def mse(
@@ -101,7 +99,7 @@ def best_percentile(
     values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of three percentiles at both ends, the one of least squared error (RepQ-ViT)."""
-    ends = [_tails(values, share) for share in (0.999, 0.9999, 0.99999)]
+    ends = [_tails(values, 1 - share) for share in (0.999, 0.9999, 0.99999)]
     lows, highs = (torch.stack(found) for found in zip(*ends, strict=True))  # (S, C)
     if is_symmetric:
         bounds = torch.maximum(-lows, highs)
@@ -110,9 +108,9 @@ def best_percentile(
 
 
 def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The values that a share lies above, and below."""
+    """The values that a share lies below, and above."""
     ordered = values.sort(dim=1).values
-    cut = round((1 - share) * (ordered.shape[1] - 1))
+    cut = round(share * (ordered.shape[1] - 1))
     return ordered[:, cut], ordered[:, -1 - cut]
 
 

@@ -4,9 +4,10 @@
 
 Four measurements, each in processes of its own:
 
-* `images`: a run of one process, the same once more, and with a `maskaq work` on the same GPU: the same bytes?
-* `idle`: the share of the time in which the GPU runs kernels while one worker makes images, from a profile of its
-  steps; and the images per second of two workers at once, over those of one.
+* `images`: those of one process, and of one with a `maskaq work` on the same GPU: the same bytes? (Where they are not,
+  one process makes them once more, to tell whether two workers are the reason.)
+* `idle`: the images per second of two workers at once, over those of one; and the share of the time in which the GPU
+  runs kernels while one worker makes images, from a profile of its steps.
 * `steps`: seconds of a calibration step, captured in a CUDA graph: alone; with the sum over an NCCL group of one rank
   inside the graph; and with the sum outside of it, as gloo needs it.
 * `ranks`: one epoch of two ranks on this GPU, which sum by gloo, against one process: losses and weights.
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--calibration-batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30, help="for which rates are measured")
-    parser.add_argument("--only", help="images, idle, steps or ranks")
+    parser.add_argument("--only", nargs="+", help="images, idle, steps or ranks")
     parser.add_argument("--device")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -61,21 +62,17 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     measured = {
         "images": lambda: same_images(args),
-        "idle": lambda: {"profile": child(args, "profile"), "workers": two_workers(args)},
-        "steps": lambda: {
-            "alone": child(args, "step"),
-            "nccl inside the graph": child(args, "step", INSIDE="1", **one_rank()),
-            "sum outside the graph": child(args, "step", OUTSIDE="1", **one_rank()),
-        },
+        "idle": lambda: two_workers(args),
+        "steps": lambda: child(args, "step", **one_rank()),
         "ranks": lambda: two_ranks(args),
     }
     found: dict[str, Any] = {"model": args.model} | surroundings(pick_device(args.device))
     for name, measure in measured.items():
-        if args.only in (None, name):
+        if args.only is None or name in args.only:
             found[name] = measure()
             print(name, json.dumps(found[name], indent=2), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 # ---- processes
@@ -124,29 +121,27 @@ def same_images(args: argparse.Namespace) -> dict[str, Any]:
         import safetensors.torch
 
         safetensors.torch.save_file(model_of(args).state_dict(), weights)
-    seconds = {}
-    for name, helps in (("alone", False), ("again", False), ("helped", True)):
+    seconds, differ = {}, {}
+    for name in ("alone", "helped", "again"):
+        if name == "again" and not differ["helped"]:
+            break
         out = args.out / name
         shutil.rmtree(out, ignore_errors=True)
-        words = ["quantize", args.model, *([] if args.model.startswith(EMBEDDED) else ["--checkpoint", weights])]
+        device = ["--device", args.device] if args.device else []
+        words = ["synthesize", args.model, *([] if args.model.startswith(EMBEDDED) else ["--checkpoint", weights])]
         words += ["--recipe", "quick", "--set", f"synthesis.images={args.images}", f"synthesis.steps={args.run_steps}"]
-        words += ["refresh.every=0", "calibration.epochs=1"]
-        words += ["--out", out, "--no-report", *(["--device", args.device] if args.device else [])]
-        helper = None
+        words += ["--part", args.batch, "--out", out, *device]
         began = time.monotonic()
         run = subprocess.Popen([sys.executable, "-m", "maskaq", *map(str, words)], stdout=subprocess.DEVNULL)
-        if helps:
-            words = ["work", str(out), *(["--device", args.device] if args.device else [])]
-            helper = subprocess.Popen([sys.executable, "-m", "maskaq", *words], stdout=subprocess.DEVNULL)
+        work = [sys.executable, "-m", "maskaq", "work", out, *device]
+        helper = subprocess.Popen(work, stdout=subprocess.DEVNULL) if name == "helped" else None
         assert run.wait() == 0
         seconds[name] = round(time.monotonic() - began, 1)
         if helper is not None:
-            assert helper.wait() == 0
-    files = sorted((args.out / "alone").glob("images/round_00/shard_*"))
-    differ = {
-        name: [f.name for f in files if f.read_bytes() != (args.out / name / "images/round_00" / f.name).read_bytes()]
-        for name in ("again", "helped")
-    }
+            helper.terminate()  # it would wait for more work
+            helper.wait()
+        files = sorted((args.out / "alone").glob("images/round_00/shard_*"))
+        differ[name] = [f.name for f in files if f.read_bytes() != (out / "images/round_00" / f.name).read_bytes()]
     events = (args.out / "helped/events").glob("*.jsonl")
     helped = sum('"shard"' in line for file in events for line in file.read_text().splitlines())
     return {"shards": len(files), "differ": differ, "made by the helper": helped, "seconds": seconds}
@@ -183,58 +178,66 @@ def synthesis(args: argparse.Namespace) -> Synthesizer:
     return make
 
 
-def part_profile(args: argparse.Namespace) -> dict[str, float]:
-    """Kernel time over wall time, of steps of one worker."""
-    make = synthesis(args)
-    seconds = _seconds(lambda: make.trial(args.batch, args.steps), make.device)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if make.device.type == "cuda":
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
-        _seconds(lambda: make.trial(args.batch, args.steps), make.device)
-    kernels = sum(getattr(e, "self_device_time_total", 0.0) for e in profile.key_averages()) / 1e6
-    return {"wall": seconds, "kernels": kernels, "busy": kernels / seconds}
-
-
-def part_rate(args: argparse.Namespace) -> float:
-    """Images times steps per second, begun together with others."""
+def part_rate(args: argparse.Namespace) -> dict[str, float]:
+    """Images times steps per second, begun together with others; of one that works alone also its profile."""
     make = synthesis(args)
     Path(args.out, f"ready-{os.getpid()}").touch()
-    while len(list(Path(args.out).glob("ready-*"))) < int(os.environ["WORKERS"]):
+    workers = int(os.environ["WORKERS"])
+    while len(list(Path(args.out).glob("ready-*"))) < workers:
         time.sleep(0.01)
     began, done = time.monotonic(), 0
     while time.monotonic() - began < args.seconds:
         make.trial(args.batch, args.steps)
         done += args.batch * args.steps
-    return done / (time.monotonic() - began)
+    rate = {"rate": done / (time.monotonic() - began)}
+    return rate | (profiled(make, args) if workers == 1 else {})
 
 
-def two_workers(args: argparse.Namespace) -> dict[str, float]:
-    rates = {}
+def profiled(make: Synthesizer, args: argparse.Namespace) -> dict[str, float]:
+    """Kernel time over wall time, of steps of one worker."""
+    seconds = _seconds(lambda: make.trial(args.batch, args.steps), make.device)
+    on_gpu = make.device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        _seconds(lambda: make.trial(args.batch, args.steps), make.device)
+    time_of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    kernels = sum(getattr(event, time_of) for event in profile.key_averages()) / 1e6
+    return {"wall": seconds, "kernels": kernels, "busy": kernels / seconds}
+
+
+def two_workers(args: argparse.Namespace) -> dict[str, Any]:
+    found = {}
     for workers in (1, 2):
         for file in args.out.glob("ready-*"):
             file.unlink()
         processes = [start(args, "rate", WORKERS=str(workers)) for _ in range(workers)]
-        rates[workers] = sum(map(result, processes))
-    return {"one": rates[1], "two": rates[2], "two over one": rates[2] / rates[1]}
+        found[workers] = [result(process) for process in processes]
+    (one,), two = found[1], found[2]
+    both = sum(worker["rate"] for worker in two)
+    return {"profile of one": one, "two": both, "two over one": both / one["rate"]}
 
 
-def part_step(args: argparse.Namespace) -> float:
-    """Seconds of a calibration step."""
-    teacher, student, recipe, engine = prepared(args)
-    fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
-    data = _images(geometry(teacher), args.calibration_batch * args.steps)
-    if "INSIDE" in os.environ or "OUTSIDE" in os.environ:
-        import torch.distributed as dist
+def part_step(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a calibration step: alone, and with a sum over a group of one rank in its graph and outside of it."""
+    import torch.distributed as dist
 
-        dist.init_process_group("gloo" if fit.device.type == "cpu" else "cpu:gloo,cuda:nccl")
-        fit.ranks = group.ProcessGroup()
-        fit.ranks.size = 2  # so that it sums; its part of the batch stays whole
-        fit.ranks.part = lambda count: range(count)  # type: ignore[method-assign]
-        fit.ranks.in_graphs = "INSIDE" in os.environ
-    for _ in range(2):
-        fit.epoch(data, 0)
-    return min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / args.steps
+    found = {}
+    for where in ("alone", "sum outside the graph", "sum inside the graph"):
+        teacher, student, recipe, engine = prepared(args)
+        fit = Calibrator(teacher, student, _shaped(recipe, args.calibration_batch, 1), engine=engine)
+        data = _images(geometry(teacher), args.calibration_batch * args.steps)
+        if where != "alone":
+            if not dist.is_initialized():
+                dist.init_process_group("gloo" if fit.device.type == "cpu" else "cpu:gloo,cuda:nccl")
+            fit.ranks = group.ProcessGroup()
+            fit.ranks.size = 2  # so that it sums; its part of the batch stays whole
+            fit.ranks.part = lambda count: range(count)  # type: ignore[method-assign]
+            fit.ranks.in_graphs = where == "sum inside the graph"
+        for _ in range(2):
+            fit.epoch(data, 0)
+        found[where] = min(_seconds(lambda: fit.epoch(data, 0), fit.device) for _ in range(4)) / args.steps  # noqa: B023
+    dist.destroy_process_group()
+    return found
 
 
 def part_epoch(args: argparse.Namespace) -> dict[str, Any]:

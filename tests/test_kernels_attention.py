@@ -6,7 +6,7 @@ kernels are compiled for a GPU that need not be there.
 
 import pytest
 import torch
-from helpers import inside, outside
+from helpers import inside, mostly_slow, outside
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +25,7 @@ SCALE = 0.3
 def compiled(kernel, absent, constants, options):
     """The kernel for an H200 with bf16 tensors, where the tensors named in `absent` are None.
 
-    Of a launch's options those that begin with BLOCK are constants of the kernel.
+    Of a launch's options those in capitals are constants of the kernel.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -39,7 +39,7 @@ def compiled(kernel, absent, constants, options):
         "received_ptr",
         "d_received_ptr",
     }
-    blocks = {name: value for name, value in options.items() if name.startswith("BLOCK")}
+    blocks = {name: value for name, value in options.items() if name.isupper()}
     constants = {**constants, **blocks, **dict.fromkeys(absent)}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -59,7 +59,17 @@ def compiled(kernel, absent, constants, options):
 @outside
 @pytest.mark.parametrize(
     ("tokens", "head_dim", "absent"),
-    [(197, 64, {"bias_ptr", "d_logits_ptr", "p_table_ptr"}), (197, 64, {"bias_ptr", "d_logits_ptr"}), (49, 32, set())],
+    mostly_slow(
+        {
+            "ViT": (197, 64, {"bias_ptr", "d_logits_ptr", "p_table_ptr"}),
+            "ViT, log grid": (197, 64, {"bias_ptr", "d_logits_ptr"}),
+            "window": (49, 32, set()),
+            "a rest": (257, 64, {"bias_ptr", "d_logits_ptr", "p_table_ptr"}),
+            "the largest": (288, 64, set()),
+        },
+        "window",
+        "a rest",
+    ),
 )
 def test_kernels_compile_and_fit_the_shared_memory(tokens, head_dim, absent):
     pitch = -(-tokens // 8) * 8
@@ -95,6 +105,9 @@ def test_fits_says_which_shapes_the_kernels_serve():
     assert kernels.fits(197, 64, torch.bfloat16)
     assert kernels.fits(49, 32, torch.float16)
     assert kernels.fits(100, 128, torch.bfloat16)
+    assert kernels.fits(257, 64, torch.bfloat16) and kernels.fits(288, 32, torch.bfloat16)
+    assert not kernels.fits(289, 64, torch.bfloat16)
+    assert not kernels.fits(257, 80, torch.bfloat16)
     assert not kernels.fits(577, 64, torch.bfloat16)
     assert not kernels.fits(197, 128, torch.bfloat16)
     assert not kernels.fits(197, 64, torch.float32)
@@ -193,6 +206,14 @@ def test_blocks_of_queries_add_up():
     inputs = case(tokens=70, head_dim=8, windows=1, step=0.01, batch=1)  # 70 keys: three blocks of 32 queries backward
     use = ("heads", "scores", "received")
     assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=2e-5, rtol=2e-5)
+
+
+@inside
+@pytest.mark.parametrize("use", [("heads",), ("heads", "scores", "received")], ids="+".join)
+@pytest.mark.parametrize(("tokens", "windows", "step"), [(257, 0, 0.001), (257, 1, None), (288, 2, 0.001)])
+def test_more_keys_than_a_tile_holds_equal_the_plain_ops(tokens, windows, step, use):
+    inputs = case(tokens, 8, windows, step, batch=2)
+    assert_same(results(fused, inputs, use), results(plain, inputs, use), atol=5e-5, rtol=2e-5)
 
 
 @inside

@@ -179,7 +179,8 @@ def _fused_attention(
     grid = _probability_grid(attention.av, q)
     listened = any(point.startswith("probs") for point in attention.listened)
     alike = q.shape == k.shape == v.shape
-    if listened or grid is None or not alike or not attention_kernel.fits(q.shape[2], q.shape[3], q.dtype):
+    dtype = _product_dtype(q)
+    if listened or grid is None or not alike or not attention_kernel.fits(q.shape[2], q.shape[3], dtype):
         return attention.products(q, k, v, bias, gain)
     q, k = attention.qk.operands(q, k)  # quantized element by element: before or after the transpose is the same
     if gain is not None:
@@ -188,12 +189,18 @@ def _fused_attention(
         v = attention.av.b_quantizer(v)
     p_scale, p_top, p_table = grid
     heads, scores, received = attention_kernel.attention(
-        *(q, k, v, attention.scale, bias, p_scale, p_top),
+        *(q.to(dtype), k.to(dtype), v.to(dtype), attention.scale, bias, p_scale, p_top),
         keep_scores="scores" in attention.listened,
         readers=attention.readers(q.shape[2]) if "scores_received" in attention.listened else (0, 0),
         p_table=p_table,
     )
     return {"heads": heads, "scores": scores, "scores_received": received}
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What a product makes of its operands: under autocast, normalised queries and keys arrive in float32."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -19,6 +19,8 @@ from torch import nn
 from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
 from maskaq.models import expose
+from maskaq.models.detector import mask_rcnn
+from maskaq.models.segmenter import upernet
 from maskaq.progress import Progress
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe
@@ -31,6 +33,11 @@ VIT = "vit_tiny_patch16_224"
 VIT_ARGS = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
 SWIN = "swin_tiny_patch4_window7_224"
 SWIN_ARGS = dict(embed_dim=16, depths=(2, 2), num_heads=(2, 4), img_size=32, window_size=4, num_classes=4)
+
+DENSE_ARGS = dict(embed_dim=16, depths=(1, 2, 1, 1), num_heads=(1, 2, 4, 4), window_size=4, drop_path_rate=0.0)
+DETECTOR_ARGS = dict(width=16, box_width=32, mask_width=16, mask_layers=1, finest=16, proposals=50, per_level=4)
+DENSE_TERMS = ("pixel_prior", "object_prior", "pixel_kl", "detection_gap", "pyramid_error")
+"""Loss terms of segmenters and detectors."""
 
 SMALL = (
     "quantization.range_images=4",
@@ -62,6 +69,20 @@ def tiny_vit(seed: int = 0, **args) -> nn.Module:
 def tiny_swin(seed: int = 0, **args) -> nn.Module:
     torch.manual_seed(seed)
     return _weighty(timm.create_model(SWIN, **{**SWIN_ARGS, **args}), seed)
+
+
+def tiny_upernet(seed: int = 0, size: int = 64, classes: int = 7) -> nn.Module:
+    pytest.importorskip("segmentation_models_pytorch")
+    torch.manual_seed(seed)
+    return upernet(SWIN, classes, size, width=16, **DENSE_ARGS)
+
+
+def tiny_mask_rcnn(seed: int = 0, size: int = 64, classes: int = 6) -> nn.Module:
+    torch.manual_seed(seed)
+    return mask_rcnn(SWIN, classes, size, anchor_scale=4, **DETECTOR_ARGS, **DENSE_ARGS)
+
+
+DENSE = {"segmentation": tiny_upernet, "detection": tiny_mask_rcnn}
 
 
 def small_recipe(*overrides: str) -> Recipe:
@@ -192,10 +213,12 @@ def in_process(target, *args) -> int | None:
     return process.exitcode
 
 
-def quantize_and_die(out: Path, recipe: Recipe, seconds: float, where: str, n: int, after: bool) -> None:
+def quantize_and_die(
+    out: Path, recipe: Recipe, seconds: float, where: str, n: int, after: bool, build=tiny_vit
+) -> None:
     """A run that is killed, as by `kill -9`, at the n-th call of `where`."""
     hook(setattr, where, n, lambda: os.kill(os.getpid(), signal.SIGKILL), after)
-    run.quantize(tiny_vit(), recipe, out, device="cpu", checkpoint_seconds=seconds)
+    run.quantize(build(), recipe, out, device="cpu", checkpoint_seconds=seconds)
 
 
 def quantize_and_tell(out: Path, recipe: Recipe, message: Path) -> None:

@@ -26,6 +26,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def small_upernet(classes: int = 5) -> Any:
+    """A segmenter on Swin with random weights, BatchNorm statistics included; 64 pixels."""
+    import transformers
+
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    swin = {**SWIN, "image_size": 64, "embed_dim": 8, "depths": [1, 2, 1, 1], "num_heads": [1, 2, 2, 4]}
+    backbone = transformers.SwinConfig(**swin, out_features=stages)
+    torch.manual_seed(0)
+    config = transformers.UperNetConfig(
+        backbone_config=backbone, hidden_size=16, auxiliary_in_channels=32, auxiliary_channels=8, num_labels=classes
+    )
+    model = transformers.UperNetForSemanticSegmentation(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.add_(torch.rand_like(buffer) * 0.3)
+    return model
+
+
 def small(name: str) -> Any:
     import transformers
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import Ears, assert_same, hook, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import DENSE_TERMS, Ears, assert_same, hook, pair, small_recipe, tiny_swin, tiny_vit
 from torch import nn
 
 from maskaq.calibrate import calibrator as calibration
@@ -77,12 +77,18 @@ def test_an_epoch_tells_the_mean_of_every_term_and_the_loss_is_their_weighted_su
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
-@pytest.mark.parametrize("name", list(CALIBRATION_TERMS))
+@pytest.mark.parametrize("name", [name for name in CALIBRATION_TERMS if name not in DENSE_TERMS])
 def test_any_term_can_be_alone(name, build):
     others = [f"calibration.terms.{other}=0" for other in small_recipe().calibration.terms if other != name]
     cal = calibrator(*others, f"calibration.terms.{name}=1", build=build)
     told = cal.epoch(pictures(4), 0)
     assert set(told) == {name, "loss", "lr"} and abs(told["loss"]) > 0
+
+
+@pytest.mark.parametrize("name", ["pixel_kl", "detection_gap", "pyramid_error"])
+def test_a_term_of_another_task_is_refused_with_what_it_reads(name):
+    with pytest.raises(RecipeError, match="set its weight to 0"):
+        calibrator(f"calibration.terms.{name}=1").epoch(pictures(4), 0)
 
 
 def test_a_term_of_ones_own_takes_part_by_its_name(monkeypatch):

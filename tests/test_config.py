@@ -403,6 +403,20 @@ def test_a_stored_recipe_of_an_earlier_version_is_brought_up_to_date():
     assert up_to_date(old) == {**wanted, "synthesis": {**wanted["synthesis"], "later": 1}}
 
 
+def test_a_setting_that_is_gone_may_stand_in_an_older_recipe_only_where_it_did_nothing(tmp_path):
+    gone = ("average", "float_weights", "terms.class_feature")
+    old = to_dict(Recipe())
+    old["calibration"] |= {"average": 0.0, "float_weights": 0.0}
+    old["calibration"]["terms"]["class_feature"] = 0.0
+    assert up_to_date(old) == to_dict(Recipe()) and recipe_from_dict(old) == Recipe()
+    lines = "".join(f"{key} = 0.0\n" for key in gone)
+    assert load_recipe(write(tmp_path / "old.toml", f"[calibration]\n{lines}")) == Recipe()
+    for key in gone[:2]:
+        assert f"unknown key {key!r}" in message_of("paper", f"calibration.{key}=0.25")
+    old["calibration"]["average"] = 0.25
+    assert up_to_date(old)["calibration"]["average"] == 0.25  # a run that had it is another run
+
+
 @pytest.mark.parametrize("override", [5, None, {"synthesis": {"steps": 3}}])
 def test_an_override_that_is_no_text_is_told(override):
     with pytest.raises(RecipeError, match="overrides: expected texts"):

@@ -19,7 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 from families import small
-from helpers import INTERPRETED, Ears, assert_same, inside, outside, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import (
+    DENSE_TERMS,
+    INTERPRETED,
+    Ears,
+    assert_same,
+    inside,
+    outside,
+    pair,
+    small_recipe,
+    tiny_swin,
+    tiny_vit,
+)
 from torch import nn
 
 from maskaq import bench
@@ -41,7 +52,7 @@ AVERAGE = partial(CLASS_TOKEN, depth=1, global_pool="avg", class_token=False)
 SHIFTED = partial(tiny_swin, img_size=SIZE, window_size=2, depths=(2,), num_heads=(2,))
 MERGING = partial(tiny_swin, img_size=16, window_size=2, depths=(1, 1), num_heads=(2, 2))
 PLAIN_PRODUCTS = ("attention_prior",)  # terms that read probabilities, which the fused kernel never writes
-TERMS = [name for name in SYNTHESIS_TERMS if name not in PLAIN_PRODUCTS]
+TERMS = [name for name in SYNTHESIS_TERMS if name not in (*PLAIN_PRODUCTS, *DENSE_TERMS)]
 
 
 @pytest.mark.slow
@@ -208,6 +219,25 @@ def test_other_families_take_the_fused_kernel(fast, family):
     assert_alike(fast, build=partial(small, family), only=("head_similarity", "attention_alignment"))
     called = [{str(node.target) for node in graph.graph.nodes} for graph in fast.graphs[before:]]
     assert any(map(_is_fused, called))
+
+
+@inside
+def test_operands_that_autocast_left_in_full_precision_take_the_fused_kernel():
+    """As the normalised queries and keys of Swin V2 do."""
+    from maskaq.engine.fast import _fused_attention
+
+    attention = AttentionProducts()
+    attention.scale = 0.5
+    attention.listened = ("scores",)
+    q, k, v = torch.randn(3, 2, 2, 13, 8, generator=torch.Generator().manual_seed(0))
+    gain = torch.tensor([2.0, 3.0]).view(2, 1, 1)
+    with torch.autocast("cpu", torch.float16):  # the interpreter cannot multiply bfloat16
+        expected = attention.products(q, k, v, None, gain)
+        attention.products = None  # type: ignore[method-assign]
+        found = _fused_attention(attention, q, k, v, None, gain)
+    assert found["heads"].dtype == found["scores"].dtype == torch.float16
+    torch.testing.assert_close(found["heads"], expected["heads"], atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(found["scores"][..., :13].float(), expected["scores"].float(), atol=2e-2, rtol=5e-3)
 
 
 @inside

@@ -6,15 +6,15 @@ from test_families import TINY
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from hf_models import MODELS, small
+from hf_models import MODELS, small, small_upernet
 
 import maskaq
 from maskaq.artifact.export import export
 from maskaq.errors import CheckpointError, ModelError
 from maskaq.images.stored import noise
-from maskaq.models import class_names, data_config, expose, geometry
+from maskaq.models import class_names, data_config, expose, geometry, task_name
 from maskaq.models.hf import adopted
-from maskaq.models.load import load_model
+from maskaq.models.load import architecture_of, load_model, rebuild
 from maskaq.recipe.schema import load_recipe
 
 
@@ -102,3 +102,84 @@ def test_what_is_no_model_of_transformers_is_one_clear_error(tmp_path):
 def test_other_models_are_left_as_they_are():
     model = torch.nn.Linear(2, 2)
     assert adopted(model) is model
+
+
+# --- UperNet ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(64, 64), (50, 71)])
+@torch.no_grad()
+def test_an_upernet_of_transformers_computes_the_same_once_exposed_at_any_size(size):
+    model = small_upernet()
+    images = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    expected = model(pixel_values=images).logits
+    exposed = expose(model)
+    found = exposed(images)
+    assert found.shape == (2, 5, *size)
+    assert torch.allclose(found, expected, atol=1e-4) and expected.std() > 0.1
+    spec = geometry(exposed)
+    assert (spec.task, spec.classes, len(spec.layers)) == ("segmentation", 5, 5)
+    assert spec.in_backbone(spec.layers[0].attention) and not spec.in_backbone("model.decode_head.bottleneck.conv")
+
+
+def test_the_auxiliary_head_of_an_upernet_is_dropped_but_not_from_the_users_model():
+    model = small_upernet()
+    adopted_model = adopted(model)
+    assert task_name(adopted_model) == "segmentation"
+    assert not any("auxiliary" in key for key in adopted_model.state_dict())
+    assert any("auxiliary" in key for key in model.state_dict())
+    again = rebuild(architecture_of(adopted_model, ""))
+    assert again.state_dict().keys() == adopted_model.state_dict().keys()
+
+
+def test_an_upernet_folder_gives_its_processors_size_and_its_labels(tmp_path):
+    import transformers
+
+    model = small_upernet()
+    model.config.id2label = dict(enumerate(("wall", "sky", "tree", "road", "car")))
+    model.save_pretrained(tmp_path)
+    size = {"height": 96, "width": 64}
+    mean = [0.1, 0.2, 0.3]
+    transformers.SegformerImageProcessor(size=size, image_mean=mean, image_std=[0.5] * 3).save_pretrained(tmp_path)
+    loaded = load_model(f"hf:{tmp_path}")
+    config = data_config(loaded)
+    assert config["input_size"] == (3, 96, 64) and config["mean"] == pytest.approx(tuple(mean))
+    assert class_names(expose(loaded)) == ["wall", "sky", "tree", "road", "car"]
+
+
+@torch.no_grad()
+def test_a_folder_with_the_names_that_published_upernets_have_computes_what_mmsegmentation_does(tmp_path):
+    """Those of openmmlab/upernet-swin-tiny: an older transformers wrote it."""
+    import openmmlab_models as mm
+    import transformers
+    from safetensors.torch import save_file
+
+    state = mm.filled(mm.upernet_shapes(**mm.SMALL, classes=6, width=16, auxiliary=8))
+    swin = {"embed_dim": 8, "depths": mm.SMALL["depths"], "num_heads": mm.SMALL["heads"], "window_size": 7}
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    config = transformers.UperNetConfig(
+        backbone_config=transformers.SwinConfig(**swin, out_features=stages),
+        hidden_size=16,
+        auxiliary_in_channels=32,
+        auxiliary_channels=8,
+        num_labels=6,
+    )
+    config.architectures = ["UperNetForSemanticSegmentation"]
+    config.save_pretrained(tmp_path)
+    renamed = {key: value.contiguous() for key, value in mm.transformers_names(state).items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    images = torch.randn(1, 3, 61, 94, generator=torch.Generator().manual_seed(1))
+    logits = mm.upernet_head(state, mm.stages(state, images, **mm.SMALL))
+    expected = torch.nn.functional.interpolate(logits, (61, 94), mode="bilinear", align_corners=False)
+    found = load_model(f"hf:{tmp_path}")(images)
+    assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4), (found - expected).abs().max()
+
+
+@pytest.mark.slow
+def test_a_run_of_an_upernet_of_transformers_is_saved_and_loaded(tmp_path):
+    result = maskaq.quantize(small_upernet(), load_recipe("quick", *TINY, bits="w6a6"), tmp_path / "run", device="cpu")
+    loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    images = noise(loaded, 2, seed=0)
+    with torch.no_grad():
+        assert loaded(images).shape == (2, 5, 64, 64)
+        assert torch.allclose(loaded(images), result.model(images), atol=1e-5)

@@ -811,8 +811,7 @@ def test_every_term_has_a_line_of_documentation_and_known_needs(terms):
     for term in terms.values():
         assert term.doc and "\n" not in term.doc
         assert set(term.needs) <= {
-            *("maps", "student", "student_maps", "masks", "received", "regions"),
-            *("heads", "blocks", "class_features"),
+            *("maps", "student", "student_maps", "masks", "received", "regions", "heads", "blocks")
         }
 
 

@@ -231,7 +231,7 @@ def test_costs_are_of_one_layer_alone_and_leave_the_models_as_they_were():
     teacher, scheme = expose(tiny_vit()), Quantization(bits="w4a4", weight_range="mse")
     plan, images = build_plan(teacher, scheme), noise(teacher, 4, 0)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    costs = mixed.measure_costs(teacher, plan, scheme, ["head.weight"], images, TASKS["classification"].distance)
+    costs = mixed.measure_costs(teacher, plan, scheme, ["head.weight"], images, TASKS["classification"])
     alone = quantized_twin(
         teacher, scheme, QuantPlan({"head.weight": plan.with_bits({"head.weight": 3}).sites["head.weight"]})
     )
@@ -314,8 +314,8 @@ def test_a_recipe_may_ask_for_evolved_widths_within_the_same_average():
     for how in ("greedy", "evolve"):
         recipe = load_recipe("paper", f"quantization.mixed={how}", bits="mixed:3.5")
         plan = build_plan(teacher, recipe.quantization)
-        distance = TASKS["classification"].distance
-        plans.append(mixed.choose_bits(teacher, plan, recipe.quantization, 3.5, images, distance))
+        task = TASKS["classification"]
+        plans.append(mixed.choose_bits(teacher, plan, recipe.quantization, 3.5, images, task))
     found = layers(teacher).items()
     weights = {name: module.weight.numel() for name, (module, kind) in found if kind.slots[0] == "weight"}
     for plan in plans:

@@ -113,11 +113,11 @@ def test_outputs_are_the_same_to_the_bit_with_every_quantizer_and_rule_for_the_e
     assert exceptions == {"patch_embed.proj": first, **last}
 
 
-@pytest.mark.parametrize("name", zoo.embedded_names())
+@pytest.mark.parametrize("name", zoo.CLASSIFIERS)
 def test_embedded_models_come_back_with_their_labels_and_without_their_float_weights(tmp_path, monkeypatch, name):
     student = student_of(maskaq.load_model(name), bits="w4a4")
     save_pretrained(student, tmp_path / "model")
-    monkeypatch.setattr(zoo, "embedded_model", lambda _: pytest.fail("float weights were read"))
+    monkeypatch.setattr(zoo, "weights", lambda _: pytest.fail("float weights were read"))
     loaded = from_pretrained(tmp_path / "model")
     assert_same_outputs(loaded, student)
     labels = json.loads((tmp_path / "model" / "config.json").read_text())["id2label"]

@@ -2,13 +2,16 @@
 
 import re
 import shlex
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from maskaq import zoo
+from maskaq.cli import evaluation
 from maskaq.cli import main as cli
+from maskaq.images.scenes import scene_images
 from maskaq.losses.terms import SYNTHESIS_TERMS
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +39,7 @@ def runs_here(words):
     for_openvino = any(word == "openvino" or word.endswith(".xml") for word in words)
     from_hub = any(word.startswith("hf:") for word in words)
     downloaded = from_hub or {"deit_tiny_patch16_224", "vit_small_patch14_dinov2"} & set(words)
-    return not downloaded and not for_openvino
+    return not downloaded and not for_openvino and "--checkpoint" not in words
 
 
 def test_the_pages_have_what_these_tests_look_for():
@@ -48,6 +51,7 @@ def test_the_pages_have_what_these_tests_look_for():
 def few_test_images(monkeypatch):
     images, labels = zoo.test_images()
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::50], labels[::50]))
+    monkeypatch.setattr(evaluation, "scene_images", partial(scene_images, count=8))
 
 
 @pytest.mark.slow

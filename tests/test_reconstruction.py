@@ -1,7 +1,4 @@
-"""What the other ways of fitting promise: averages, weights in float at first, the class feature, block after block.
-
-Each is off by default, is what it says it is, and goes on after a kill as if nothing had happened.
-"""
+"""What block after block promises: off by default, what it says it is, and after a kill as if nothing had happened."""
 
 import pytest
 import torch
@@ -14,8 +11,6 @@ from maskaq.errors import RecipeError
 from maskaq.losses.distill import relative_error
 from maskaq.models import expose
 from maskaq.models.taps import taps
-from maskaq.quant.layers import QuantWeightMixin
-from maskaq.quant.quantizers import Quantizer
 from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.runs.quantize import quantize
 from maskaq.storage.runfolder import RunFolder
@@ -24,12 +19,8 @@ ADAMW = ("calibration.optimizer=adamw", "calibration.lr=0.01")
 BLOCKS = ("calibration.stages=reconstruct,calibrate", "calibration.reconstruct.epochs=4")
 RATES = ("calibration.reconstruct.lr=0.003", "calibration.reconstruct.range_lr=2")
 WAYS = {
-    "average": ("calibration.average=0.5",),
-    "float weights": ("calibration.float_weights=0.5",),
-    "class feature": ("calibration.terms.class_feature=1",),
     "reconstruct": (*BLOCKS, *RATES),
     "reconstruct alone": (*BLOCKS, *RATES, "calibration.stages=reconstruct"),
-    "all": (*BLOCKS, *RATES, "calibration.average=0.5", "calibration.terms.class_feature=1"),
 }
 
 
@@ -67,12 +58,6 @@ def test_rounds_without_reconstruction_are_what_they_were(epochs, every):
         (["calibration.stages=[]"], "at least one of relu, reparametrize"),
         (["calibration.stages=blocks"], "unknown value 'blocks'"),
         (["calibration.stages=3"], "expected a list out of"),
-        (["calibration.average=1.5"], "calibration.average: expected a number from 0.0 to 1.0"),
-        (["calibration.average=-0.1"], "calibration.average"),
-        (["calibration.average=some"], "calibration.average: expected a finite number"),
-        (["calibration.float_weights=1"], "calibration.float_weights: expected a number from 0.0 to 0.9"),
-        (["calibration.float_weights=0.5", "calibration.average=0.6"], "at most 1"),
-        (["calibration.float_weights=0.5", *BLOCKS], "beside the stages reconstruct"),
         (["calibration.reconstruct.epochs=0"], "calibration.reconstruct.epochs"),
         (["calibration.reconstruct.lr=-1"], "calibration.reconstruct.lr"),
         (["calibration.reconstruct.steps=1"], "unknown key 'steps'"),
@@ -93,101 +78,10 @@ def test_fewer_epochs_than_blocks_are_refused_before_anything_is_written(tmp_pat
 
 def test_a_recipe_of_before_has_none_of_it():
     tree = to_dict(small_recipe())
-    for key in ("stages", "reconstruct", "float_weights", "average"):
+    for key in ("stages", "reconstruct"):
         del tree["calibration"][key]
     assert recipe_from_dict(tree) == small_recipe()
     assert Recipe().calibration.stages == ("calibrate",)
-
-
-# ---- the average
-
-
-def test_the_last_student_is_the_mean_of_the_students_at_the_ends_of_the_last_epochs():
-    plain, averaged = fitted(Calibrator), fitted(Calibrator, "calibration.average=0.75")
-    ends = []
-    for epoch in range(4):
-        assert plain.epoch(pictures(), epoch) == averaged.epoch(pictures(), epoch)
-        ends.append(state(plain.student))
-        if epoch < 3:
-            assert_same(state(averaged.student), ends[-1])
-    for name, value in averaged.student.named_parameters():
-        mean = torch.stack([end[name] for end in ends[1:]]).mean(dim=0)
-        assert torch.allclose(value, mean, rtol=1e-5, atol=1e-7)
-
-
-def test_an_average_of_one_epoch_is_that_epoch():
-    plain, averaged = fitted(Calibrator), fitted(Calibrator, "calibration.average=0.25")
-    for epoch in range(4):
-        plain.epoch(pictures(), epoch), averaged.epoch(pictures(), epoch)
-    assert_same(state(plain.student), state(averaged.student))
-
-
-# ---- weights in float at first
-
-
-def test_weights_in_float_are_the_teachers_and_give_what_only_quantized_activations_do():
-    cal = fitted(Calibrator, "calibration.float_weights=0.5", "calibration.lr=0", "quantization.weight=minmax", *PLAIN)
-    told = cal.epoch(pictures(), 0)
-    other = fitted(Calibrator, "calibration.lr=0", "quantization.weight=minmax", *PLAIN)
-    for name, module in other.student.named_modules():
-        if isinstance(module, QuantWeightMixin):
-            module.weight.data.copy_(cal.teacher.get_submodule(name).weight)
-            module.weight_quantizer = torch.nn.Identity()
-    assert told == other.epoch(pictures(), 0)
-    assert not any(m.in_float for m in cal.student.modules() if isinstance(m, QuantWeightMixin))
-
-
-@pytest.mark.parametrize("weight", ["lsq", "minmax"])
-def test_ranges_of_weights_are_found_anew_when_they_are_quantized(weight):
-    cal = fitted(
-        Calibrator,
-        "calibration.float_weights=0.5",
-        f"quantization.weight={weight}",
-        "quantization.weight_range=mse",
-    )
-    layers = [m for m in cal.student.modules() if isinstance(m, QuantWeightMixin)]
-    scales = [layer.weight_quantizer.scale.clone() for layer in layers]
-    for epoch in range(2):
-        cal.epoch(pictures(), epoch)
-    assert all(torch.equal(a, m.weight_quantizer.scale) for a, m in zip(scales, layers, strict=True))
-    weights = [layer.weight.detach().clone() for layer in layers]
-    cal._begin(pictures(), 2)
-    for layer, before in zip(layers, weights, strict=True):
-        quantizer: Quantizer = layer.weight_quantizer
-        wanted = type(quantizer)(quantizer.site)
-        wanted.set_range(before, "mse")
-        assert torch.equal(wanted.scale, quantizer.scale)
-    assert all(layer.weight.requires_grad for layer in layers)
-
-
-def test_weights_are_quantized_in_the_last_epoch_whatever_the_share():
-    cal = fitted(Calibrator, "calibration.float_weights=0.9", "calibration.epochs=2")
-    assert cal._float_epochs == 1
-    assert fitted(Calibrator, "calibration.float_weights=0.9", "calibration.epochs=1")._float_epochs == 0
-
-
-# ---- the class feature
-
-
-@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
-def test_the_class_feature_is_what_the_classifier_reads(build):
-    alone = ("calibration.terms.logit_kl=0", "calibration.terms.head_structure=0", "calibration.terms.class_feature=1")
-    cal = fitted(Calibrator, *alone, "calibration.lr=0", "calibration.batch=8", *PLAIN, build=build)
-    seen = []
-    cal.teacher.register_forward_pre_hook(lambda _, images: seen.append(images[0].clone()))
-    told = cal.epoch(pictures(), 0)
-    features = [m.forward_head(m.forward_features(seen[0]), pre_logits=True) for m in (cal.teacher, cal.student)]
-    assert told["class_feature"] == pytest.approx(relative_error(*features).mean().item(), rel=1e-5)
-
-
-def test_a_model_without_a_classifier_matches_its_features_instead():
-    cal = fitted(
-        Calibrator,
-        "calibration.terms.class_feature=2",
-        "synthesis.terms.class_prior=0",
-        build=lambda: tiny_vit(num_classes=0),
-    )
-    assert {term.name: weight for term, weight in cal.objective.parts}["feature_error"] == 3.0
 
 
 # ---- block after block
@@ -260,7 +154,7 @@ def test_the_epochs_are_shared_among_the_blocks_and_each_has_its_own_cosine():
     assert rates[0] > rates[1] > rates[2] < rates[3] > rates[4] and max(rates) <= 0.003
 
 
-# ---- all of them in a run
+# ---- in a run
 
 
 @pytest.mark.parametrize("way", list(WAYS))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import Ears, hook, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import DENSE_TERMS, Ears, hook, pair, small_recipe, tiny_swin, tiny_vit
 
 from maskaq.errors import RecipeError, SynthesisError
 from maskaq.images import synthesis
@@ -111,13 +111,19 @@ def test_any_term_can_be_switched_off(name):
     assert set(make.curves[0]) == {"step", *DEFAULT_TERMS} - {name}
 
 
-@pytest.mark.parametrize("name", list(SYNTHESIS_TERMS))
+@pytest.mark.parametrize("name", [name for name in SYNTHESIS_TERMS if name not in DENSE_TERMS])
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
 def test_any_term_can_be_alone(name, build):
     others = [f"synthesis.terms.{other}=0" for other in DEFAULT_TERMS if other != name]
     make = maker(*others, f"synthesis.terms.{name}=1", build=build)
     assert len(make(numbers(2))) == 2
     assert all(math.isfinite(point[name]) for point in make.curves)
+
+
+@pytest.mark.parametrize("name", ["pixel_prior", "object_prior"])
+def test_a_term_of_another_task_is_refused_with_what_it_reads(name):
+    with pytest.raises(RecipeError, match="set its weight to 0"):
+        maker(f"synthesis.terms.{name}=1")(numbers(2))
 
 
 @pytest.mark.parametrize(("weight", "calls"), [(0.1, 3), (0, 0)])

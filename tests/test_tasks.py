@@ -95,15 +95,18 @@ def test_terms_of_classes_are_left_out_and_features_matched_in_place_of_logits()
 
 
 def test_distances_are_kl_and_cosine():
+    def apart(task, p, q):
+        return task.distance({task.output: p}, {task.output: q})
+
     p, q = torch.randn(5, 7), torch.randn(5, 7)
     kl = (p.softmax(1) * (p.log_softmax(1) - q.log_softmax(1))).sum(1)
-    torch.testing.assert_close(TASKS["classification"].distance(p, q).float(), kl)
+    torch.testing.assert_close(apart(TASKS["classification"], p, q).float(), kl)
     cosine = (p * q).sum(1) / (p.norm(dim=1) * q.norm(dim=1))
-    torch.testing.assert_close(FEATURES.agreement(p, q).float(), cosine)
-    torch.testing.assert_close(FEATURES.distance(p, q).float(), 1 - cosine)
+    torch.testing.assert_close(FEATURES.agreement({"features": p}, {"features": q}).float(), cosine)
+    torch.testing.assert_close(apart(FEATURES, p, q).float(), 1 - cosine)
     for scale in (0.0, 1e-30, 1e30):  # equal vectors are equal, however long
-        assert FEATURES.distance(scale * p, scale * p).abs().max() < 1e-9
-    assert FEATURES.distance(p, 3 * p).abs().max() < 1e-6 and TASKS["classification"].distance(p, p + 2).max() < 1e-6
+        assert apart(FEATURES, scale * p, scale * p).abs().max() < 1e-9
+    assert apart(FEATURES, p, 3 * p).abs().max() < 1e-6 and apart(TASKS["classification"], p, p + 2).max() < 1e-6
 
 
 def test_neighbours_vote_by_similarity_and_an_image_is_not_its_own():

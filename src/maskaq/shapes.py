@@ -105,6 +105,12 @@ class Geometry:
     """Module paths of the blocks with attention."""
     left_out: tuple[str, ...] = ()
     """Attention that is no layer of the losses, and why."""
+    backbone: str = ""
+    """Module path of the part that `quantization.scope = backbone` quantizes; empty: all but the `last` layers."""
+
+    def in_backbone(self, name: str) -> bool:
+        """Whether a module belongs to the backbone."""
+        return name.startswith(f"{self.backbone}.") if self.backbone else name not in self.last
 
     def to(self, device: torch.device | str) -> "Geometry":
         moved = [replace(x, raster=None if x.raster is None else x.raster.to(device)) for x in self.layers]

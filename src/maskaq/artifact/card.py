@@ -34,8 +34,17 @@ def bits_of(config: dict[str, Any]) -> str:
     return f"w{scheme['weight_bits']}a{scheme['activation_bits']}"
 
 
+_PIPELINES = {
+    "classification": "image-classification",
+    "features": "image-feature-extraction",
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+}
+"""Task -> what the hub calls it."""
+
+
 def _front_matter(config: dict[str, Any]) -> str:
-    pipeline = "image-classification" if _task(config).name == "classification" else "image-feature-extraction"
+    pipeline = _PIPELINES[_task(config).name]
     library = "transformers" if _name(config).startswith("hf:") else "timm"
     lines = [f"library_name: {library}", f"pipeline_tag: {pipeline}"]
     tags = [pipeline, library, "quantization", "maskaq"] + ["data-free"] * (_data_free(config) is True)

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 import maskaq
 from maskaq import zoo
 from maskaq.artifact import hub
-from maskaq.artifact.card import bits_of, model_card
 from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
 from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
-from maskaq.models.structure import has_relu, put_relu_
+from maskaq.models.structure import has_relu, put_relu_, tensors_of
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
@@ -115,6 +114,8 @@ def push(folder: str | Path, repository: str, *, private: bool = False) -> str:
     Args:
         repository: USER/REPO; made if it is not there.
     """
+    from maskaq.artifact.card import bits_of
+
     config = read_config(folder, sound=True)
     name = (config.get("timm") or {}).get("name") or config["architectures"][0]
     return hub.upload(folder, repository, f"{name}, {bits_of(config)}", private=private)
@@ -158,7 +159,7 @@ def write(
     config["weights"]["float32_bytes"] = 4 * sum(value.numel() for value in _float_state(deployed).values())
     config["made"] = _plain_json(made if made is not None else _remembered(deployed).get("made", {}), "made")
     config["maskaq_version"] = maskaq.__version__
-    written = {WEIGHTS: data, CONFIG: files.json_bytes(config), CARD: model_card(config).encode()}
+    written = {WEIGHTS: data, CONFIG: files.json_bytes(config), CARD: _card(config)}
     files.write_folder_atomic(root, written)
 
 
@@ -168,7 +169,13 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
     config = _read_config(root)
     config["made"] = {**config["made"], "metrics": metrics_to_show(metrics)}
     files.write_json_atomic(root / CONFIG, config)
-    files.write_bytes_atomic(root / CARD, model_card(config).encode())
+    files.write_bytes_atomic(root / CARD, _card(config))
+
+
+def _card(config: dict[str, Any]) -> bytes:
+    from maskaq.artifact.card import model_card  # it knows the tasks and their losses, which loading does without
+
+    return model_card(config).encode()
 
 
 def metrics_to_show(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +309,7 @@ def _plain_json(value: Any, what: str) -> Any:
 def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """The name and arguments, given or known, that do build a deployed model; None if there are none."""
     record: Any = getattr(deployed, "pretrained_cfg", None) or {}
-    candidates = [given, _remembered(deployed).get("timm")]
+    candidates = [given, _remembered(deployed).get("timm"), getattr(deployed, "architecture", None)]
     try:
         if isinstance(deployed, HuggingFace):
             candidates.append(architecture_of(deployed, ""))
@@ -341,7 +348,8 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     image = torch.linspace(-2, 2, spec.channels * spec.image_size[0] * spec.image_size[1])
     image = image.sin().view(1, spec.channels, *spec.image_size)
     with torch.no_grad():
-        same = torch.equal(built(image), deployed(image))
+        pairs = zip(tensors_of(built(image)), tensors_of(deployed(image)), strict=True)
+        same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
     return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"
 
 
@@ -420,7 +428,8 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
 
 def _coded(model: nn.Module) -> dict[str, CodedWeight]:
     """Name of each tensor of codes in the state dict -> the module that owns it."""
-    return {f"{name}.codes": module for name, module in model.named_modules() if isinstance(module, CodedWeight)}
+    modules = model.named_modules(remove_duplicate=False)  # CoaT's blocks share their position convolutions
+    return {f"{name}.codes": module for name, module in modules if isinstance(module, CodedWeight)}
 
 
 def _stored(deployed: nn.Module) -> dict[str, Tensor]:
@@ -431,7 +440,7 @@ def _stored(deployed: nn.Module) -> dict[str, Tensor]:
         if name in coded:
             stored[name] = pack(value, coded[name].bits)
             continue
-        if value.dtype != torch.float32:
+        if value.dtype not in (torch.float32, torch.int64):  # int64: tables of indices
             raise ModelError(f"{name}: expected float32, found {value.dtype}; a model is saved in the precision it has")
         if not bool(torch.isfinite(value).all()):
             raise ModelError(f"{name} has NaN or Inf: set the ranges first (maskaq.init_ranges_), or check the weights")
@@ -467,7 +476,7 @@ def _words(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
     """The tensors of a deployed model that stand for those of the full-precision one, under its names."""
     state = dict(deployed.state_dict())
-    for name, module in deployed.named_modules():
+    for name, module in deployed.named_modules(remove_duplicate=False):
         if isinstance(module, FixedGrid):
             for own, _ in module.named_buffers():
                 del state[f"{name}.{own}"]

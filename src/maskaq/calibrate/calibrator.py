@@ -23,9 +23,8 @@ from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective, p
 from maskaq.models import geometry
 from maskaq.models.taps import Taps, taps
 from maskaq.progress import Progress
-from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import float_weights, quantizers, set_weight_ranges_
+from maskaq.quant.twin import quantizers
 from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe
 from maskaq.tasks import task_of
@@ -52,7 +51,6 @@ class Calibrator:
         self.teacher = teacher
         self.student = student
         self.config = recipe.calibration
-        self.scheme = recipe.quantization
         self.epochs = recipe.stages.get(self.name, range(self.config.epochs))
         self.seed = seed
         self.progress = progress or Progress()
@@ -62,7 +60,7 @@ class Calibrator:
         self.task = task_of(teacher)
         weights = possible(self.task.terms(self.config.terms), CALIBRATION_TERMS, self.geometry)
         self.objective = Objective(CALIBRATION_TERMS, weights, "calibration.terms")
-        self.points = tuple(need for need in ("heads", "blocks", "class_features") if need in self.objective.needs)
+        self.points = tuple(need for need in ("heads", "blocks") if need in self.objective.needs)
         self.activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
         self.optimizer = self._optimizer()
         self.micro_batch = self.config.batch
@@ -72,7 +70,6 @@ class Calibrator:
         self._looked = -math.inf  # when the loss was last read back
         self._labels: Tensor | None = None  # of the images of a step
         self._shares: Tensor | None = None
-        self._mean: list[Tensor] = []  # of the student's parameters at the ends of the last epochs
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images, in a new order and with new augmentations; returns the mean of each loss term.
@@ -116,7 +113,9 @@ class Calibrator:
         with taps(self.teacher, "blocks") as seen, taps(self.student, "blocks") as seen_student:
             for part in data.images[:images].split(8):
                 pixels = self.geometry.normalise(to_pixels(part.to(self.device)))
-                outputs = [[model(pixels)] for model in (self.teacher, self.student)]
+                expected = self.task.run(self.teacher, pixels)
+                found = self.task.run(self.student, pixels, expected)
+                outputs = [expected[self.task.output]], [found[self.task.output]]
                 pairs = (seen["blocks"], seen_student["blocks"]) if self.geometry.blocks else outputs
                 errors.append(mean_relative_error(*pairs))
         return float(torch.cat(errors).mean().sqrt())
@@ -131,62 +130,29 @@ class Calibrator:
     def state_dict(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()
         state |= {"param_groups": [group | {"lr": float(group["lr"])} for group in state["param_groups"]]}
-        return state | {"average": self._mean} if self._mean else state
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._mean = [mean.to(self.device) for mean in state.get("average", ())]
         self.optimizer.load_state_dict({key: state[key] for key in ("state", "param_groups")})
         for group in self.optimizer.param_groups:
             group["lr"] = torch.tensor(group["lr"], device=self.device)
 
-    @property
-    def _float_epochs(self) -> int:
-        """Epochs, the first ones, with weights in float: never all of them."""
-        return min(round(self.config.float_weights * len(self.epochs)), max(0, len(self.epochs) - 1))
-
     def _begin(self, data: SyntheticSet, epoch: int) -> None:
         """What some epochs begin with."""
-        done = epoch - self.epochs.start
-        if done == 0 and self.config.pace == "error":
+        if epoch == self.epochs.start and self.config.pace == "error":
             self._set_pace(self.ranks.agreed(self.start_error(data)))
-        if done == 0 and self._float_epochs:
-            self._restore_weights()
-        if done and done == self._float_epochs:
-            set_weight_ranges_(self.student, self.scheme)
-            self._buffers.clear()  # a step that is replayed would go on with weights in float
-
-    @torch.no_grad()
-    def _restore_weights(self) -> None:
-        """The teacher's weights: some quantizers have cut the student's to their range."""
-        for name, module in self.student.named_modules():
-            if isinstance(module, QuantWeightMixin):
-                module.weight.copy_(self.teacher.get_submodule(name).weight)  # type: ignore[arg-type]
 
     @contextmanager
     def _running(self, epoch: int) -> Iterator[None]:
-        """Around the steps of an epoch: what is observed, and how weights are used."""
-        in_float = epoch - self.epochs.start < self._float_epochs
+        """Around the steps of an epoch: what is observed."""
         with (
             taps(self.teacher, *self.points) as self.seen,  # type: ignore[arg-type]
             taps(self.student, *self.points) as self.seen_student,  # type: ignore[arg-type]
-            float_weights(self.student) if in_float else nullcontext(),
         ):
             yield
 
-    @torch.no_grad()
     def _end(self, epoch: int) -> None:
-        """Average the parameters over the ends of the last epochs; after the last one the student is the average.
-
-        Weights that oscillate between two codes settle between them (Izmailov et al. 2018, weight averaging).
-        """
-        first = self.epochs.stop - round(self.config.average * len(self.epochs))
-        parameters: list[Tensor] = list(self.student.parameters())
-        if epoch == first:
-            self._mean = [parameter.clone() for parameter in parameters]
-        elif epoch > first:
-            torch._foreach_lerp_(self._mean, parameters, 1 / (epoch - first + 1))
-        if self._mean and epoch == self.epochs.stop - 1:
-            torch._foreach_copy_(parameters, self._mean)
+        """What some epochs end with."""
 
     def _rate(self) -> str:
         """The setting that a student which diverges is blamed on."""
@@ -288,19 +254,17 @@ class Calibrator:
     def _view(self, images: Tensor) -> CalibrationView:
         with self.engine.precision():
             with torch.no_grad():
-                output = self.teacher(images)
-            student_output = self.student(images)
+                outputs = self.task.run(self.teacher, images)
+            student_outputs = self.task.run(self.student, images, outputs)
         seen, seen_student = self.seen, self.seen_student
         return CalibrationView(
             layers=self.geometry.layers,
-            outputs={self.task.output: output.float()},
-            student_outputs={self.task.output: student_output.float()},
+            outputs={name: x.float() for name, x in outputs.items()},
+            student_outputs={name: x.float() for name, x in student_outputs.items()},
             heads=seen.get("heads", ()),
             student_heads=seen_student.get("heads", ()),
             blocks=seen.get("blocks", ()),
             student_blocks=seen_student.get("blocks", ()),
-            class_features=seen.get("class_features", ()),
-            student_class_features=seen_student.get("class_features", ()),
             patch_weights=self._patch_weights(seen),
             labels=self._labels,
             shares=self._shares,

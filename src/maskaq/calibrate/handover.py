@@ -6,6 +6,8 @@ did not see. They are dead leaves, which cost nothing to make, and show a model 
 
 import math
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
 from maskaq.storage.files import misfit
-from maskaq.tasks import task_of
+from maskaq.tasks import Task, task_of
 
 KEEP = ("better", "last")
 """What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""
@@ -98,8 +100,7 @@ def compare(
     progress.stage("compare before and after", 3 * count)
     images = held_out_images(teacher, count, seed)
     task = task_of(teacher)
-    expected = _outputs(teacher, images, progress)
-    before, after = (task.distance(expected, _outputs(student, images, progress)) for student in (start, end))
+    before, after = _distances(task, teacher, (start, end), images, progress)
     noise = float((after - before).std() / math.sqrt(count))
     worse = is_worse(before.mean().item(), after.mean().item(), noise)
     kept = "start" if worse and keep == "better" else "end"
@@ -131,10 +132,23 @@ def held_out_images(teacher: nn.Module, count: int, seed: int, purpose: str = "h
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, images: Tensor, progress: Progress) -> Tensor:
-    found = []
-    with frozen(model):
-        for part in images.split(_BATCH):
-            found.append(model(part))
+def _distances(
+    task: Task, teacher: nn.Module, students: Sequence[nn.Module], images: Tensor, progress: Progress
+) -> list[Tensor]:
+    """(n,) of each student. Only the outputs of one batch are kept: those of dense tasks are large."""
+    found: list[list[Tensor]] = [[] for _ in students]
+    with ExitStack() as stack:
+        for model in (teacher, *students):
+            stack.enter_context(frozen(model))
+        for part in images.split(_batch(images)):
+            expected = task.run(teacher, part)
             progress.advance(len(part))
-    return torch.cat(found)
+            for student, distances in zip(students, found, strict=True):
+                distances.append(task.distance(expected, task.run(student, part, expected)))
+                progress.advance(len(part))
+    return [torch.cat(distances) for distances in found]
+
+
+def _batch(images: Tensor) -> int:
+    """Fewer of large images."""
+    return max(1, _BATCH * 224**2 // max(224**2, math.prod(images.shape[2:])))

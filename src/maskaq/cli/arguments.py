@@ -14,6 +14,7 @@ from rich.console import Console
 from maskaq.cli import converters
 
 DEMO_DATA = "cifar10-demo"
+SCENES_DATA = "scenes"
 
 _Arguments = TypeVar("_Arguments")
 
@@ -131,8 +132,8 @@ def _add_preparation(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--task",
-        choices=("classification", "features"),
-        help="what the model is for (default: what timm's record says; an image tower gives features)",
+        choices=("classification", "features", "segmentation", "detection"),
+        help="what the model is for (default: what its record says; an image tower gives features)",
     )
 
 
@@ -225,7 +226,8 @@ def add_data(parser: argparse.ArgumentParser, required: bool = False, old_name: 
         type=converters.path,
         metavar="DIR",
         required=required,
-        help=f"one sub-folder of images per class; or {DEMO_DATA}, the packaged 1,000",
+        help=f"one sub-folder of images per class, or {DEMO_DATA}, the packaged 1,000; for a detector a folder like "
+        f"COCO's, for a segmenter one like ADE20K's, or {SCENES_DATA}, 500 procedural ones",
     )
     group.add_argument(
         "--class-index",

@@ -18,6 +18,7 @@ class Arguments:
     recipe: RecipeOptions
     model_arg: tuple[str, ...]
     img_size: int | tuple[int, int] | None
+    only: str | None
     batch: int
     calibration_batch: int
     steps: int
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_shape(parser)
     options.add_recipe(parser, _RECIPE)
+    parser.add_argument("--only", choices=("synthesis", "calibration"), help="one stage (default: both)")
     count, positive = converters.count, converters.positive
     parser.add_argument("--batch", type=count, default=0, help="images optimised together (default: as a run would)")
     parser.add_argument("--calibration-batch", type=count, default=0, help="images per step (default: the recipe's)")
@@ -64,6 +66,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     recipe = resolve.recipe_of(arguments.recipe, _RECIPE)
     device = provenance.pick_device(arguments.device)
     repeats, steps = arguments.repeats, arguments.steps
+    stages = (arguments.only,) if arguments.only else measure.STAGES
     sizes = {"batch": arguments.batch, "calibration_batch": arguments.calibration_batch}
     timings: list[measure.Timing] = []
     with draw.progress_for(invocation.console) as progress:
@@ -72,8 +75,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
             shape = ModelOptions(name, model_arg=arguments.model_arg, img_size=arguments.img_size)
             model = rebuild({"name": name, "args": resolve.timm_args(shape)})
             teacher = teacher_of(model, recipe.quantization).to(device)
-            progress.note(f"{name}: timing synthesis and calibration, {repeats} repeats of {steps} steps each")
-            timings += measure.bench(name, teacher, recipe, engine, **sizes, steps=steps, repeats=repeats)
+            progress.note(f"{name}: timing {' and '.join(stages)}, {repeats} repeats of {steps} steps each")
+            timings += measure.bench(
+                name, teacher, recipe, engine, **sizes, steps=steps, repeats=repeats, stages=stages
+            )
     invocation.console.print(draw.bench_table(timings, provenance.device_name(device)))
     if arguments.json:
         figures = {"note": arguments.note, "timings": [timing.to_dict() for timing in timings]}

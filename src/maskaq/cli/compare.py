@@ -163,6 +163,7 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
     from maskaq.runs.compare import common_overrides, entries, label_of
     from maskaq.storage.runfolder import RunFolder
 
+    task = comparison.task
     found, common = entries(lines), common_overrides(lines)
     full = comparison.full_precision() if comparison.folders else {}
     first: dict[tuple[str, str], Any] = {}
@@ -187,6 +188,7 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
         columns=tuple(columns),
         real=_real_images(comparison),
         names=dict(enumerate(names)),
+        headline=task.columns[task.headline].title,
     )
 
 
@@ -197,12 +199,17 @@ def _about(comparison: "Comparison", lines: list["Line"], full: dict[str, float]
         words.append(f"{comparison.scale:g} of each recipe's own images, all else as in the recipe")
     for folder, value in full.items():
         words.append(f"full precision has {value:.2f} on {folder}")
-    images = sum(len(found) for found in next((line.hits for line in lines if line.hits), {}).values())
+    hits = next((line.hits for line in lines if line.hits), {})
+    figures = next((line.figures for line in lines if line.figures), {})
+    images = sum(len(found) for found in hits.values()) + sum(found["n"] for found in figures.values())
     if images:
         words.append(
-            f"{images} evaluation images; ± is the standard error over images and, with several seeds, over seeds; "
-            "differences are paired image by image; KL is of P and Q on these images, in nats"
+            f"{images} evaluation images; ± is the standard error over images and, with several seeds, over seeds"
         )
+    if hits:
+        words.append("differences are paired image by image; KL is of P and Q on these images, in nats")
+    elif figures:
+        words.append(f"KL is the {comparison.task.distance_name}, on these images")
     where = {line.device for line in lines} | {f"commit {line.commit}" for line in lines if line.commit}
     return "; ".join([*words, *sorted(where)]) + "."
 
@@ -233,7 +240,7 @@ def _real_images(comparison: "Comparison") -> dict[int, Any]:
     from maskaq.models import expose, geometry
 
     found: dict[int, Any] = {}
-    if comparison.folders:
+    if comparison.folders and not comparison.task.has_layouts:
         spec = geometry(expose(comparison.model))
         for images, labels in comparison.images_of(comparison.folders[0]):
             for image, label in zip(images, labels.tolist(), strict=True):

@@ -169,6 +169,8 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     refreshes = len(recipe.rounds) - 1
     table = Table(show_header=False, box=None, pad_edge=False)
     gives = f"{geometry.classes} classes" if geometry.classes else "no classifier: its features are matched"
+    if geometry.task not in ("classification", "features"):
+        gives += f" ({geometry.task})"
     table.add_row("model", f"{name}, {parameters:.2f} M parameters, {gives}")
     table.add_row("input", preparation(geometry))
     if geometry.left_out:
@@ -292,7 +294,7 @@ def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
     if isinstance(full, str) or isinstance(rtn, str) or isinstance(ours, str):
         return ""
     unit = _task(rows).loss_name
-    decimals = 1 if full.task == "classification" else 4
+    decimals = 4 if full.task == "features" else 1
     lost, noise = lost_to_rounding(full, rtn)
     share = recovered(full, rtn, ours)
     if share is None:

@@ -9,13 +9,20 @@ from maskaq import zoo
 from maskaq.artifact.card import caveat_of
 from maskaq.artifact.saved import is_pretrained
 from maskaq.cli import resolve
-from maskaq.cli.arguments import DEMO_DATA, DataOptions, ModelOptions
+from maskaq.cli.arguments import DEMO_DATA, SCENES_DATA, DataOptions, ModelOptions
 from maskaq.errors import DataError, ModelError
+from maskaq.images.ade20k import ade20k_folder
+from maskaq.images.coco import coco_folder
+from maskaq.images.scenes import scene_images
 from maskaq.images.sets import TensorImages, image_folder
 from maskaq.models import data_config
 from maskaq.progress import Progress
 from maskaq.runs.opened import compare
-from maskaq.tasks import CALIBRATED, FULL_PRECISION, Evaluation, evaluate
+from maskaq.tasks import CALIBRATED, FULL_PRECISION, Evaluation, evaluate, task_of
+
+_ANNOTATED = {"detection": coco_folder, "segmentation": ade20k_folder}
+"""Task -> reader of a folder of annotated images."""
+_SCENES_AT_ONCE = 25
 
 Accuracy = dict[str, Evaluation | str]
 """A row for each model, or why there is none."""
@@ -34,13 +41,20 @@ class EvaluationImages:
 
     def __call__(self, model: Any) -> DataLoader:
         if self._loader is None or self._made_for != _needs(model):
-            self._loader = _demo_batches(model) if self.options.data == DEMO_DATA else self._folder_batches(model)
+            self._loader = self._batches(model)
             self._made_for = _needs(model)
         return self._loader
 
-    def _folder_batches(self, model: Any) -> DataLoader:
+    def _batches(self, model: Any) -> DataLoader:
         options = self.options
         assert options.data is not None
+        task = task_of(model).name
+        if task in _ANNOTATED:
+            if options.data == SCENES_DATA:
+                return scene_images(model, workers=options.readers, batch=_SCENES_AT_ONCE)
+            return _ANNOTATED[task](options.data, model, workers=options.readers)
+        if options.data == DEMO_DATA:
+            return _demo_batches(model)
         return image_folder(
             options.data,
             model,

@@ -59,7 +59,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         console.print(f"rotated before the grid: {turned}")
     for reason in found.layers.left_out:
         console.print(f"not rotated: {reason}")
-    gives = f"{found.geometry.classes} classes" if found.geometry.classes else "no classifier (task: features)"
+    gives = f"{found.geometry.classes} classes" if found.geometry.classes else "no classifier"
+    if found.geometry.task != "classification":
+        gives += f" (task: {found.geometry.task})"
     console.print(f"{gives}, {preparation(found.geometry)}")
     before, after = found.layers.float_bytes / 1e6, found.layers.quantized_bytes / 1e6
     smaller = f"{before / after:.1f} x smaller"

@@ -45,6 +45,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 def _models(pattern: str, family: str | None = None) -> Iterator[str]:
     from maskaq import zoo
+    from maskaq.models import hosts
     from maskaq.models.names import FAMILIES, supported_names
 
     if family is not None and family not in FAMILIES:
@@ -54,6 +55,8 @@ def _models(pattern: str, family: str | None = None) -> Iterator[str]:
     for name in supported_names(family):
         if fnmatchcase(name, pattern):  # the weights of all others are not looked up
             yield f"{name}  {_weights_of(name)}"
+    for name in hosts.names() if family is None else ():
+        yield f"{name}  (give --checkpoint, such as OpenMMLab's)"
 
 
 def _about_family(lines: list[str]) -> str:

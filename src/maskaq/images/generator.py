@@ -157,10 +157,10 @@ class GeneratorTraining:
         self.model.train()
         images = self.model(noise, shares)
         with frozen(self.student, self._weights):
-            outputs = {self.task.output: self.teacher(images)}
+            outputs = self.task.run(self.teacher, images)
             view = SynthesisView(images, labels, outputs, self.geometry.layers, ())
             if "student" in self.objective.needs:
-                view.student_outputs = {self.task.output: self.student(images)}
+                view.student_outputs = self.task.run(self.student, images, outputs)
             view.shares = shares if self.settings.superpose else None
             total, parts = self.objective(view)
             self.optimizer.zero_grad(set_to_none=True)

@@ -111,14 +111,14 @@ def image_folder(
         if 0 < len(flat) < len(files):
             raise DataError(f"{root} has {len(flat)} images beside sub-folders of images: {expected}")
         if flat:
-            return _Loader(_Unlabelled(files, transform, loader), batch_size=batch, num_workers=workers)
+            return Loader(_Unlabelled(files, transform, loader), batch_size=batch, num_workers=workers)
     try:
         dataset = ImageFolder(str(root), transform=transform, loader=loader, allow_empty=not has_classes)
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {expected}, and {str(error).rstrip('.')}") from error
     if has_classes:
         dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
-    return _Loader(dataset, batch_size=batch, num_workers=workers)
+    return Loader(dataset, batch_size=batch, num_workers=workers)
 
 
 class _Unlabelled(Dataset):
@@ -178,7 +178,7 @@ def read_image(path: str, channels: int) -> Image.Image:
         raise DataError(f"cannot read the image {path}: {error}; replace or remove it") from error
 
 
-class _Loader(DataLoader):
+class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         try:
             yield from super().__iter__()

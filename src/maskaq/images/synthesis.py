@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maskaq import randomness
 from maskaq.engine import PLAIN, Engine
@@ -27,6 +28,7 @@ from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
 from maskaq.shapes import Geometry
 from maskaq.tasks import task_of
+from maskaq.tasks.task import Layout
 
 _LOGGED_POINTS = 20  # loss curves have this many points per batch
 _LOOKED_AT = 4  # lost images that are repeated to find the term that caused it
@@ -169,7 +171,7 @@ class Synthesizer:
         try:
             indices = torch.arange(count, device=self.device)
             images = torch.zeros(count, self.geometry.channels, *self.geometry.image_size, device=self.device)
-            self._optimise(images, self._targets(indices), indices, steps, lr=0.1)
+            self._optimise(images, self._targets(indices), indices, self._layouts(indices), steps, lr=0.1)
         finally:
             self.progress = progress
 
@@ -205,7 +207,8 @@ class Synthesizer:
         snapshots = {0: images[0]}
         if steps:
             labels = self._targets(indices)
-            images, snapshots = self._optimise(images, labels, keys, steps, self.recipe.lr_in_round(round_index))
+            lr = self.recipe.lr_in_round(round_index)
+            images, snapshots = self._optimise(images, labels, keys, self._layouts(indices), steps, lr)
         else:  # nothing to optimise: what they start from are the images
             self.curves = []
             self.progress.advance(len(images))
@@ -215,6 +218,17 @@ class Synthesizer:
 
     def _targets(self, indices: Tensor) -> Tensor:
         return self.task.targets(indices, self.geometry.classes)
+
+    def _layouts(self, indices: Tensor) -> Layout:
+        """What these images are made for, besides a class; the same in every round."""
+        return self.task.layouts(randomness.fold(randomness.image_keys(self.seed, indices), "layout"), self.geometry)
+
+    @torch.no_grad()
+    def _relabel(self, buffers: "_StepBuffers") -> None:
+        """Let the teacher say what has become of the layouts; between steps, for a captured step cannot branch."""
+        outputs = self.task.run(self.teacher, buffers.images.detach(), buffers.layout)
+        for name, value in self.task.relabelled(buffers.layout, outputs).items():
+            buffers.layout[name].copy_(value)
 
     def _keys(self, indices: Tensor, round_index: int, attempt: int) -> Tensor:
         """(B,) random keys of these images in this round."""
@@ -228,16 +242,18 @@ class Synthesizer:
         return randomness.normal(keys, *shape)
 
     def _optimise(
-        self, images: Tensor, labels: Tensor, keys: Tensor, steps: int, lr: float
+        self, images: Tensor, labels: Tensor, keys: Tensor, layout: Layout, steps: int, lr: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Algorithm 1, lines 2-6. Returns the images, and snapshots of the first one by number of steps."""
         buffers = self._buffers_for(len(images))
-        buffers.fill(images, labels, keys, self._schedule(steps, lr))
+        buffers.fill(images, labels, keys, self._schedule(steps, lr), layout)
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
         points = []
         snapshots = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
             for step in range(steps):
+                if self.task.has_layouts and step and step % self.config.relabel == 0:
+                    self._relabel(buffers)
                 buffers.advance()
                 if step in logged:
                     snapshots[step + 1] = buffers.images.detach()[0].clone()
@@ -271,11 +287,12 @@ class Synthesizer:
         if not self.objective.own or not steps:
             return ""
         schedule = self._schedule(steps, self.recipe.lr_in_round(round_index))
+        layout = self._layouts(indices)
         buffers = _StepBuffers(
-            len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), self.device
+            len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), layout, self.device
         )
         start = self._start(randomness.fold(keys, "start"))
-        buffers.fill(start, self._targets(indices), keys, schedule)
+        buffers.fill(start, self._targets(indices), keys, schedule, layout)
         with self.engine.once(), self._models_ready():
             for _ in range(steps):
                 now = buffers.now()
@@ -307,7 +324,9 @@ class Synthesizer:
         ):
             self._buffers = None  # frees its memory before the next one is allocated
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
-            buffers = _StepBuffers(count, self.geometry, longest, (self.config.beta1, self.config.beta2), self.device)
+            layout = self._layouts(torch.zeros(1, dtype=torch.int64, device=self.device))
+            betas = self.config.beta1, self.config.beta2
+            buffers = _StepBuffers(count, self.geometry, longest, betas, layout, self.device)
             buffers.advance = self.engine.repeated(partial(self._step, buffers))
             self._buffers = buffers
         return buffers
@@ -316,7 +335,7 @@ class Synthesizer:
         """Name -> value at every step, of everything that changes over the steps."""
         config = self.config
         grids = {grid: math.prod(grid) for grid in self._grids}
-        roll = round(config.roll * min(self.geometry.image_size))
+        roll = 0 if self.task.has_layouts else round(config.roll * min(self.geometry.image_size))
         schedule: dict[str, list[float]] = defaultdict(list)
         for step in range(steps):
             fraction = step / max(1, steps - 1)
@@ -349,21 +368,21 @@ class Synthesizer:
         region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
-            output = self.teacher(jittered)
-            student_output = self.student(jittered) if "student" in needs else None
+            found = self.task.run(self.teacher, jittered, buffers.layout)
+            found_by_student = self.task.run(self.student, jittered, buffers.layout) if "student" in needs else {}
         layers, losses = self.geometry.layers, self.engine.losses
-        outputs = {self.task.output: output.float()}
+        outputs = {name: x.float() for name, x in found.items()}
         view = SynthesisView(images, buffers.labels, outputs, layers, self.seen[config.map], run=losses, **region)
-        view.keys = buffers.keys
+        view.keys, view.layout = buffers.keys, buffers.layout
         received = f"{config.map}_received"
         view.attention = self.geometry.patch_attention(self.seen[received])
-        if student_output is not None:
-            view.student_outputs = {self.task.output: student_output.float()}
+        if "student" in needs:
+            view.student_outputs = {name: x.float() for name, x in found_by_student.items()}
             view.student_attention = self.geometry.patch_attention(self.seen_student[received])
         if "student_maps" in needs:
             view.student_maps = self.seen_student[config.map]
         if "masks" in needs:
-            view.masks = self._masks(view.attention, now, keys)
+            view.masks = self._masks(view.attention, now, keys, buffers.layout.get("foreground"))
         if "heads" in needs:
             view.heads = self.seen["heads"]
         if "received" in needs:
@@ -371,21 +390,22 @@ class Synthesizer:
         return view
 
     def _jittered(self, images: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> Tensor:
+        """What the models see of the images; where a layout says what is where, everything stays in its place."""
         config = self.config
-        if config.views == "simclr":
+        if config.views == "simclr" and not self.task.has_layouts:
             settings = asdict(self.recipe.calibration.augment)
             settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
             pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
             return self.geometry.normalise(pixels)
-        if config.zoom < 1:
+        if config.zoom < 1 and not self.task.has_layouts:
             images = self.engine.compiled(zoomed)(images, keys, now["zoom"])
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,
-            roll=now["roll"].long() if config.roll else 0,
+            roll=now["roll"].long() if config.roll and not self.task.has_layouts else 0,
             noise=now["noise"] if config.noise else 0.0,
             colour=config.colour,
-            flip=config.flip,
+            flip=0.0 if self.task.has_layouts else config.flip,
         )
         return jittered
 
@@ -410,13 +430,14 @@ class Synthesizer:
         """
         steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
-        whole = {name: now[name.replace("keep", "k", 1)] for name in now}  # keeps all that m has
+        whole = now | {f"keep {grid}": torch.tensor(math.prod(grid)) for grid in self._grids}  # keeps all that m has
         region = dict(whole)
         for grid in self._grids:
             k_ir = masks.mask_size(math.prod(grid), 0.0, self.config.mask.region, self.config.mask.region)
-            region[f"k {grid}"] = region[f"keep {grid}"] = whole[f"k {grid}"].clamp(min=k_ir)
+            region[f"k {grid}"] = whole[f"k {grid}"].clamp(min=k_ir)
         keys = randomness.fold(self._keys(indices, round_index, attempt=0), torch.tensor([steps - 1]))
-        informative, mask, thinned = (self._masks(attention, sizes, keys) for sizes in (region, whole, now))
+        foreground = self._layouts(indices).get("foreground")
+        informative, mask, thinned = (self._masks(attention, sizes, keys, foreground) for sizes in (region, whole, now))
         return informative, mask, thinned
 
     @property
@@ -424,15 +445,29 @@ class Synthesizer:
         return list({layer.grid: None for layer in self.geometry.layers})
 
     @torch.no_grad()
-    def _masks(self, attention: Sequence[Tensor], now: Mapping[str, Tensor], keys: Tensor) -> GridMasks:
-        """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13)."""
+    def _masks(
+        self,
+        attention: Sequence[Tensor],
+        now: Mapping[str, Tensor],
+        keys: Tensor,
+        foreground: Tensor | None = None,
+    ) -> GridMasks:
+        """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13).
+
+        Args:
+            foreground: (B, H, W) in [0, 1], the objects of a layout: most of their patches belong to m as well.
+        """
         layers = self.geometry.layers
         found = {}
         for grid in self._grids:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
             lots = randomness.fold(keys, f"mask {grid}")
-            found[grid] = masks.thin(masks.top_patches(alpha, now[f"k {grid}"]), now[f"keep {grid}"], lots)
+            mask = masks.top_patches(alpha, now[f"k {grid}"])
+            if foreground is not None:
+                covered = F.adaptive_avg_pool2d(foreground[:, None].to(mask.dtype), grid).flatten(1)
+                mask = torch.maximum(mask, (covered >= 0.5).to(mask.dtype))
+            found[grid] = masks.thin(mask, now[f"keep {grid}"], lots)
         return found
 
 
@@ -441,6 +476,7 @@ class _StepBuffers:
 
     Args:
         schedule: the longest schedule of the run; its names are those of all schedules.
+        layout: of any image: it tells names, shapes and types.
     """
 
     advance: Callable[[], None]
@@ -452,6 +488,7 @@ class _StepBuffers:
         geometry: Geometry,
         schedule: Mapping[str, list[float]],
         betas: tuple[float, float],
+        layout: Layout,
         device: torch.device,
     ) -> None:
         shape = (count, geometry.channels, *geometry.image_size)
@@ -460,6 +497,9 @@ class _StepBuffers:
         self.high = geometry.normalise(torch.ones_like(self.images[:1]))
         self.labels = torch.zeros(count, dtype=torch.int64, device=device)
         self.keys = torch.zeros(count, dtype=torch.int64, device=device)
+        self.layout = {
+            name: torch.zeros(count, *x.shape[1:], dtype=x.dtype, device=device) for name, x in layout.items()
+        }
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.names = list(schedule)
         self.schedule = torch.zeros(len(schedule), len(schedule["lr"]), device=device)
@@ -469,12 +509,16 @@ class _StepBuffers:
         """(B,) of each loss term at the latest step."""
 
     @torch.no_grad()
-    def fill(self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]]) -> None:
+    def fill(
+        self, images: Tensor, labels: Tensor, keys: Tensor, schedule: Mapping[str, list[float]], layout: Layout
+    ) -> None:
         """Start a new batch. If the buffers hold more images than given, the last one is repeated."""
         places = torch.arange(len(self.labels), device=images.device).clamp(max=len(images) - 1)
         self.images.copy_(images[places].clamp(self.low, self.high))
         self.labels.copy_(labels[places])
         self.keys.copy_(keys[places])
+        for name, value in layout.items():
+            self.layout[name].copy_(value[places])
         table = torch.tensor([schedule[name] for name in self.names])
         self.schedule[:, : table.shape[1]] = table.to(self.schedule.device)
         self.step.zero_()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maskaq.errors import RecipeError, unknown
-from maskaq.losses import attention, distill, image, targets
+from maskaq.losses import attention, dense, distill, image, targets
 from maskaq.randomness import fold, uniform
 from maskaq.shapes import Geometry, Layer
 
@@ -66,6 +66,8 @@ class SynthesisView:
     """The teacher's head outputs, (B*W, H, T, D), one per layer."""
     received: Sequence[Tensor] = ()
     """The probability that each token receives in the teacher, (B*W, H, T), one per layer."""
+    layout: Mapping[str, Tensor] = field(default_factory=dict)
+    """What each image is made for, where that is more than a class, by name: see `Task.layouts`."""
     regions: targets.Regions | None = None
     """The parts of each image that are images of their own."""
     region: Tensor | None = None
@@ -97,9 +99,6 @@ class CalibrationView:
     student_heads: Sequence[Tensor] = ()
     blocks: Sequence[Tensor] = ()
     student_blocks: Sequence[Tensor] = ()
-    class_features: Sequence[Tensor] = ()
-    """What the teacher's classifiers read, (B, D) each; mostly there is one."""
-    student_class_features: Sequence[Tensor] = ()
     patch_weights: Sequence[Tensor] = ()
     """w_l of Eq. 16: (B, N) of each layer."""
     labels: Tensor | None = None
@@ -120,8 +119,13 @@ class CalibrationView:
 
 def _named(outputs: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in outputs:
-        raise RecipeError(f"a loss term reads {name}, and this model has {', '.join(outputs)}: set its weight to 0")
+        has = ", ".join(outputs) or "none"
+        raise RecipeError(f"a loss term reads {name}, and this model has {has}: set its weight to 0")
     return outputs[name]
+
+
+def _all_named(outputs: Mapping[str, Tensor], *names: str) -> list[Tensor]:
+    return [_named(outputs, name) for name in names]
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class TermSpec:
     function: Term
     needs: tuple[str, ...]
     """What must be computed for it. Synthesis: "maps", "student", "student_maps", "masks", "heads", "received",
-    "regions"; calibration: "heads", "blocks", "class_features"."""
+    "regions"; calibration: "heads", "blocks"."""
 
     @property
     def built_in(self) -> bool:
@@ -313,6 +317,29 @@ def attention_alignment_maps(v: SynthesisView) -> Tensor:
     return torch.stack(found).sum(dim=0)
 
 
+# ---- terms of segmenters and detectors (docs/METHOD.md, Sec. 8)
+
+_PROPOSALS = ("objectness", "deltas")
+_HEADS = ("class_logits", "box_deltas", "mask_logits")
+
+
+@synthesis_term
+def pixel_prior(v: SynthesisView) -> Tensor:
+    """The class prior of a segmenter: cross-entropy of every pixel and a random class map."""
+    return v.run(dense.pixel_loss, v.logits, *_all_named(v.layout, "classes"))
+
+
+@synthesis_term
+def object_prior(v: SynthesisView) -> Tensor:
+    """The class prior of a detector: its training losses towards random objects."""
+    objects, labels, present = _all_named(v.layout, "objects", "labels", "present")
+    proposals = _all_named(v.outputs, *_PROPOSALS, "anchors")
+    heads = _all_named(v.outputs, *_HEADS, "boxes")
+    return v.run(dense.proposal_loss, *proposals, objects, present) + v.run(
+        dense.roi_loss, *heads, objects, labels, present
+    )
+
+
 # ---- terms of other methods (docs/METHOD.md, Sec. 6)
 
 
@@ -361,7 +388,7 @@ def soft_class_prior(v: SynthesisView) -> Tensor:
 @synthesis_term(needs=("student",))
 def output_gap(v: SynthesisView) -> Tensor:
     """PSAQ-ViT V2: minus the mean absolute difference of the outputs of teacher and student, which it widens."""
-    gaps = [(p - v.student_outputs[name]).abs().mean(dim=1) for name, p in v.outputs.items()]
+    gaps = [(p - v.student_outputs[name]).abs().flatten(1).mean(dim=1) for name, p in v.outputs.items()]
     return -torch.stack(gaps).sum(dim=0)
 
 
@@ -444,6 +471,30 @@ def feature_error(v: CalibrationView) -> Tensor:
     return torch.stack([v.run(distill.relative_error, teacher, student) for teacher, student in pairs]).sum(dim=0)
 
 
+@calibration_term
+def pixel_kl(v: CalibrationView) -> Tensor:
+    """KL between the predictions of teacher and student, mean over the pixels, for segmenters (not in the paper)."""
+    if v.logits.dim() != 4:
+        raise RecipeError("pixel_kl reads logits of every pixel, and this model is no segmenter: set its weight to 0")
+    return v.run(dense.pixel_kl, v.logits, v.student_logits)
+
+
+@calibration_term
+def detection_gap(v: CalibrationView) -> Tensor:
+    """Proposals and RoI heads of teacher and student on the same boxes: KL, boxes and masks (not in the paper)."""
+    both = v.outputs, v.student_outputs
+    proposals, heads = ([x for o in both for x in _all_named(o, *names)] for names in (_PROPOSALS, _HEADS))
+    return v.run(dense.proposal_gap, *proposals) + v.run(dense.roi_gap, *heads)
+
+
+@calibration_term
+def pyramid_error(v: CalibrationView) -> Tensor:
+    """Relative squared error of the feature pyramid, mean over its levels, for detectors (not in the paper)."""
+    levels = [name for name in v.outputs if name.startswith("pyramid_")] or ["pyramid_0"]
+    pairs = zip(_all_named(v.outputs, *levels), _all_named(v.student_outputs, *levels), strict=True)
+    return torch.stack([v.run(dense.map_error, p, q) for p, q in pairs]).mean(dim=0)
+
+
 def _over_heads(function: Callable[[Tensor, Tensor, Tensor], Tensor], v: CalibrationView) -> Tensor:
     layers = zip(v.layers, v.heads, v.student_heads, v.patch_weights, strict=True)
     return torch.stack([v.run(_of_patches, function, *layer) for layer in layers]).mean(dim=0)
@@ -478,10 +529,3 @@ def head_mse(v: CalibrationView) -> Tensor:
 def block_error(v: CalibrationView) -> Tensor:
     """Relative squared error of every block's output (not in the paper)."""
     return distill.mean_relative_error(v.blocks, v.student_blocks, partial(v.run, distill.relative_error))
-
-
-@calibration_term(needs=("class_features",))
-def class_feature(v: CalibrationView) -> Tensor:
-    """Relative squared error of what the classifier reads (not in the paper)."""
-    pairs = zip(v.class_features, v.student_class_features, strict=True)
-    return torch.stack([v.run(distill.relative_error, p.float(), q.float()) for p, q in pairs]).mean(dim=0)

@@ -25,7 +25,7 @@ from maskaq.models.names import (
     pretrained_tags,
     supported_names,
 )
-from maskaq.models.probe import probe_image
+from maskaq.models.probe import WANTED, probe_image
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.shapes import Geometry
 
@@ -58,7 +58,7 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys.
 
     Args:
-        task: `classification` or `features`; by default what the model itself says (`task_name`).
+        task: a name of `maskaq.tasks`; by default what the model itself says (`task_name`).
     """
     if isinstance(model, str):
         raise ModelError(f"expected a model, got its name: maskaq.load_model({model!r}) loads it")
@@ -74,15 +74,17 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     config = data_config(model)
     channels, *size = config["input_size"]
     image = probe_image(exposed, channels, (size[0], size[1]))
+    task = task or task_name(model)
     family = family_of(exposed)
-    found = (family or seam).expose_(exposed, image)
+    if family is not None and task in ("segmentation", "detection"):
+        raise ModelError(f"this {type(model).__name__} gives one row for each image: expected {WANTED[task]}")
+    found = seam.expose_(exposed, image, task) if family is None else family.expose_(exposed, image)
     _refuse_unknown_layers(exposed)
     if not found.blocks and (family is not None or not _is_transformer(model)):
         raise ModelError(
             f"this {type(model).__name__} has no attention layer: expected a vision transformer, one of timm's "
             "(`maskaq list models`), of transformers, or your own"
         )
-    task = task or task_name(model)
     if getattr(exposed, "num_classes", None) is None:
         exposed.num_classes = found.outputs  # type: ignore[assignment]
     exposed._maskaq_geometry = Geometry(  # type: ignore[assignment]
@@ -90,13 +92,14 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
         image_size=(size[0], size[1]),
         channels=channels,
         task=task,
-        classes=int(exposed.num_classes) if task == "classification" else 0,  # type: ignore[arg-type]
+        classes=0 if task == "features" else int(exposed.num_classes),  # type: ignore[arg-type]
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         first=found.first,
         last=found.last,
         blocks=found.blocks,
         left_out=found.left_out,
+        backbone=getattr(exposed, "backbone_path", ""),
     )
     return exposed
 
@@ -168,9 +171,9 @@ def parts(exposed: nn.Module) -> list[str]:
 def task_name(model: Any) -> str:
     """What a model is for: `features` where its outputs are an embedding and not classes, else `classification`.
 
-    What was asked for (`maskaq.models.load.set_task`) counts first. Features are the outputs of a model without a
-    classifier (num_classes is 0) and of an image tower. A tower with another number of outputs than its own is a user's
-    classifier.
+    Detectors and segmenters say so in their record. What was asked for (`maskaq.models.load.set_task`) counts first.
+    Features are the outputs of a model without a classifier (num_classes is 0) and of an image tower. A tower with
+    another number of outputs than its own is a user's classifier.
     """
     record: Any = getattr(model, "pretrained_cfg", None) or {}
     if record.get("task"):

@@ -106,8 +106,30 @@ def _write_plainly(model: nn.Module, image: Tensor) -> None:
         parent, _, child = name.rpartition(".")
         if module in sizes:
             setattr(model.get_submodule(parent), child, _plain(module, sizes[module]))
+        elif type(module) is nn.ConvTranspose2d and _is_enlarging(module):
+            setattr(model.get_submodule(parent), child, _shuffled(module))
         elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None and module.bias_k is None:
             setattr(model.get_submodule(parent), child, MultiheadAttention(module).eval())
+
+
+def _is_enlarging(conv: Any) -> bool:
+    """Whether every pixel becomes a square of pixels of its own: no two of them overlap."""
+    plain = conv.padding == (0, 0) and conv.output_padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
+    return plain and conv.kernel_size == conv.stride and conv.stride[0] == conv.stride[1]
+
+
+def _shuffled(conv: Any) -> nn.Sequential:
+    """A transposed convolution without overlap: a 1x1 convolution to all pixels of a square, then their shuffle.
+
+    Its weight has its output channels first, as all that is quantized, and any runtime multiplies it in integers.
+    """
+    side = conv.stride[0]
+    weight = conv.weight.permute(1, 2, 3, 0).flatten(0, 2)[..., None, None]  # (out, side, side, in) -> (out', in, 1, 1)
+    plain = nn.Conv2d(conv.in_channels, len(weight), 1, bias=conv.bias is not None, device="meta")
+    plain.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    if conv.bias is not None:
+        plain.bias = nn.Parameter(conv.bias.detach().repeat_interleave(side * side), requires_grad=False)
+    return nn.Sequential(plain, nn.PixelShuffle(side))
 
 
 class MultiheadAttention(nn.Module):

@@ -1,9 +1,11 @@
 """Models of Hugging Face transformers: one tensor in, one tensor out, attention through our products.
 
-`HuggingFace` wraps a model: images in, logits or one embedding for each image out. Its attention goes through
-transformers' own `AttentionInterface`; the classes that do not use it are rewired as any other model is.
+`HuggingFace` wraps a model: images in, logits or one embedding for each image out, of a segmenter logits of every
+pixel. Its attention goes through transformers' own `AttentionInterface`; the classes that do not use it are rewired as
+any other model is.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,18 +29,27 @@ _PART = {
     "DeiTForMaskedImageModeling": "DeiTModel",
 }
 _OUTPUTS = ("logits", "image_embeds", "pooler_output")
+SEGMENTER = "UperNetForSemanticSegmentation"
 _INTERPOLATION = {0: "nearest", 2: "bilinear", 3: "bicubic", 1: "lanczos"}
 
 
 class HuggingFace(nn.Module):
-    """A transformers model as a function from images (B, C, H, W) to logits or features (B, D)."""
+    """A transformers model as a function from images (B, C, H, W) to logits or features (B, D).
+
+    A segmenter, UperNet, gives logits (B, K, H, W); its auxiliary head, which helps training alone, is dropped.
+    """
 
     def __init__(self, model: Any, processor: Any = None) -> None:
         super().__init__()
         config = model.config
-        vision = getattr(config, "vision_config", config)
+        vision = getattr(config, "vision_config", None) or getattr(config, "backbone_config", None) or config
         self.model = model
-        self.has_classifier = type(model).__name__.endswith("ForImageClassification")
+        is_segmenter = type(model).__name__ == SEGMENTER
+        if is_segmenter:
+            config.use_auxiliary_head, model.auxiliary_head = False, None
+            self.backbone_path, self.predictors = "model.backbone", ("model.decode_head.classifier",)
+            _capture_nothing(model)
+        self.has_classifier = is_segmenter or type(model).__name__.endswith("ForImageClassification")
         self.num_classes = int(config.num_labels) if self.has_classifier else 0
         self.masks_patches = hasattr(config, "mask_ratio")
         if self.masks_patches:
@@ -50,6 +61,7 @@ class HuggingFace(nn.Module):
         named = names and any(name != f"LABEL_{i}" for i, name in enumerate(names))
         self.pretrained_cfg: dict[str, Any] = {
             "architecture": PREFIX + type(model).__name__,
+            **({"task": "segmentation"} if is_segmenter else {}),
             "input_size": _input_size(vision, processor),
             "mean": _numbers(processor, "image_mean"),
             "std": _numbers(processor, "image_std"),
@@ -93,6 +105,8 @@ def adopted(model: Any) -> Any:
     """A transformers model wrapped; any other as it is."""
     if not is_hf(model):
         return model
+    if type(model).__name__ == SEGMENTER:  # parts of it are removed, but not from the user's
+        model = copy.deepcopy(model)
     return HuggingFace(model, _processor(model.name_or_path) if getattr(model, "name_or_path", "") else None)
 
 
@@ -160,6 +174,16 @@ def _register() -> None:
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _capture_nothing(model: nn.Module) -> None:
+    """Remove the hooks by which transformers collects hidden states: a backbone's feature maps do not need them."""
+    for module in model.modules():
+        for handle, hook in list(module._forward_hooks.items()):
+            if hook.__module__.startswith("transformers."):
+                del module._forward_hooks[handle]
+        if is_hf(module):
+            module._output_capturing_hooks_installed = True  # type: ignore[assignment]
 
 
 @contextmanager

@@ -39,8 +39,11 @@ from maskaq.models import (
     embedding_width,
     expose,
     hf,
+    hosts,
+    openmmlab,
     pretrained_tags,
     supported_names,
+    task_name,
 )
 
 _log = logging.getLogger(__name__)
@@ -98,12 +101,14 @@ def load_model(
             raise ModelError(
                 f"{name} is embedded with its weights: it takes no checkpoint, model arguments, image size, mean or std"
             )
-        return zoo.embedded_model(name)
+        return hosts.embedded_model(name)
     _check_numbers(mean, std)
     if isinstance(name, str) and name.startswith(hf.PREFIX):
         _refuse_for_hf(name, checkpoint, args)
         with hub_or_cache():
             model: nn.Module = hf.load(name.removeprefix(hf.PREFIX))
+    elif host := hosts.named(name, args):
+        model = _host_from_file(name, checkpoint, *host)
     else:
         model = _pretrained(name, args) if checkpoint is None else _from_file(name, Path(checkpoint), args)
     return set_task(set_normalization(model, mean, std), task).float().eval()
@@ -119,13 +124,20 @@ def set_task(model: nn.Module, task: str | None = None) -> nn.Module:
     """The model, taken for another task than its own record says; `task_name` reads it."""
     if task is None:
         return model
-    if task not in ("classification", "features"):
-        raise ModelError(f"task: expected classification or features, got {task!r}")
+    own = task_name(model)
+    if task not in ("classification", "features") or own in ("segmentation", "detection"):
+        if task == own:
+            return model
+        raise ModelError(f"task: expected {_other_tasks(own)}, got {task!r}")
     if task == "classification" and not getattr(model, "num_classes", 1):
         raise ModelError(f"this {type(model).__name__} has no classifier (num_classes is 0): its task is features")
     record: Any = getattr(model, "pretrained_cfg", None) or {}
     model.pretrained_cfg = model.default_cfg = {**record, "task": task}  # type: ignore[assignment]
     return model
+
+
+def _other_tasks(own: str) -> str:
+    return "classification or features" if own in ("classification", "features") else f"{own}, which this model is for"
 
 
 def set_normalization(model: nn.Module, mean: Numbers | None = None, std: Numbers | None = None) -> nn.Module:
@@ -182,6 +194,8 @@ def load_shape(
     if isinstance(name, str) and name.startswith(hf.PREFIX):
         built = hf.build(name, args["config"]) if "config" in args else load_model(name, None, args)
         return set_task(set_normalization(built, mean, std), task)
+    if host := hosts.named(name, args):
+        return set_task(set_normalization(hosts.build(*host), mean, std), task)
     try:
         with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
             model = create_timm(name, **args)
@@ -196,17 +210,21 @@ def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
     if isinstance(name, str) and name.startswith(hf.PREFIX):
         return hf.build(name, architecture["args"]["config"])
     args = _checked_args(architecture["args"])
+    if host := hosts.named(name, args):
+        return hosts.build(*host)
     if name not in zoo.embedded_names():
         return create_timm(name, **args).eval()
     if args:
         raise ModelError(f"{name} is embedded as it is: it takes no model arguments")
-    return zoo.embedded_shape(name)
+    return hosts.embedded_shape(name)
 
 
 def architecture_of(model: nn.Module, name: str, model_args: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Name and arguments that build a loaded model again without its weights file."""
     if isinstance(model, hf.HuggingFace):
         return hf.described(model)
+    if name not in zoo.embedded_names() and isinstance(found := getattr(model, "architecture", None), dict):
+        return dict(found)
     return architecture_of_state(model.state_dict(), name, model_args, _size_of(model))
 
 
@@ -442,8 +460,8 @@ def read_checkpoint(path: str | Path) -> State:
     return _read(Path(path))[0]
 
 
-def _read(path: Path) -> tuple[State, tuple[int, int] | None]:
-    """The tensors of a weights file, and the image size that is written down beside them, if one is."""
+def _read(path: Path) -> tuple[State, Any]:
+    """The tensors of a weights file, and all that is written down beside them."""
     _check_file(path)
     is_torch = path.suffix.lower() != ".safetensors"
     held = _read_torch(path) if is_torch else _read_safetensors(path)
@@ -454,7 +472,7 @@ def _read(path: Path) -> tuple[State, tuple[int, int] | None]:
             "Give a file saved from model.state_dict()."
         )
     notes = held if is_torch else _metadata(path)
-    return {key: _plain(path, key, value) for key, value in state.items()}, _noted_size(notes)
+    return {key: _plain(path, key, value) for key, value in state.items()}, notes
 
 
 def _metadata(path: Path) -> dict[str, Any]:
@@ -474,6 +492,15 @@ def _noted_size(notes: Any) -> tuple[int, int] | None:
     if not isinstance(size, list | tuple) or len(size) != 3 or not all(type(side) is int for side in size):
         return None
     return (size[1], size[2]) if all(1 <= side <= LARGEST_SIDE for side in size) else None
+
+
+def _noted_classes(notes: Any, count: int) -> list[str]:
+    """The names of so many classes that mmdetection or mmsegmentation writes down in a file; empty if it does not."""
+    for part in ("meta", "dataset_meta"):
+        notes = notes.get(part, notes) if isinstance(notes, Mapping) else {}
+    found = next((notes[key] for key in ("CLASSES", "classes") if key in notes), ())
+    sound = isinstance(found, list | tuple) and len(found) == count and all(isinstance(name, str) for name in found)
+    return list(found) if sound else []
 
 
 def _check_file(path: Path) -> None:
@@ -602,11 +629,11 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     Else the size is demanded: CheckpointError.
     """
     model = create_timm(name, **args)
-    state, noted = _read(path)
+    state, notes = _read(path)
     _refuse_other_formats(state, name, path)
     follow = {key: value for key, value in _inferred(model, state).items() if key not in args}
     if "img_size" not in args and isinstance(model, swin_transformer.SwinTransformer):
-        size = _swin_size(model, state, noted)
+        size = _swin_size(model, state, _noted_size(notes))
         if size is None:
             raise CheckpointError(_size_wanted(model, state, name, path))
         follow.pop("img_size", None)
@@ -618,6 +645,25 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     if "num_classes" not in args and (tag := _tower_tag(name, int(model.num_classes))):  # type: ignore[arg-type]
         record: Any = model.pretrained_cfg
         model.pretrained_cfg = model.default_cfg = {**record, "tag": tag}  # type: ignore[assignment]  # an image tower of CLIP, as `task_name` sees
+    return model
+
+
+def _host_from_file(name: str, checkpoint: str | Path | None, kind: str, args: dict[str, Any]) -> nn.Module:
+    """A detector or segmenter with the weights of a file: of mmdetection, of mmsegmentation, or with our own names."""
+    if checkpoint is None:
+        raise ModelError(f"there are no weights of {name!r} to download. {ADVICE}")
+    path = Path(checkpoint)
+    state, notes = _read(path)
+    theirs = openmmlab.architecture_in(state)
+    if theirs and theirs != kind:
+        raise CheckpointError(f"{path}: expected weights of {kind}, found those of {theirs}. Give {theirs}_SWIN.")
+    if theirs:
+        args = {**args, "num_classes": openmmlab.classes_in(state)}
+        state = openmmlab.converted(state)
+    model: Any = hosts.build(kind, args)
+    _fill(model, state, name, path, ())
+    if labels := _noted_classes(notes, model.num_classes):
+        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "label_names": labels}
     return model
 
 
@@ -634,6 +680,11 @@ def _refuse_other_formats(state: State, name: str, path: Path) -> None:
             f"{path}: expected timm's names of the weights, found a checkpoint of Hugging Face transformers "
             f"({key!r}). Give its folder in place of the timm name, as in maskaq quantize hf:{path.parent}, or take "
             f"timm's version of these weights (without --checkpoint {name} gets timm's own)."
+        )
+    if kind := openmmlab.architecture_in(state):
+        raise CheckpointError(
+            f"{path}: expected timm's names of the weights, found a checkpoint of OpenMMLab's {kind}. Give "
+            f"{kind}_{name} in place of {name}."
         )
 
 

@@ -156,11 +156,19 @@ class Softmaxed(TorchFunctionMode):
         return output
 
 
-def logits_of(output: Any, model: nn.Module) -> Tensor:
-    """The one tensor (B, outputs) that a model gives; ModelError for anything else."""
-    if not isinstance(output, Tensor) or output.dim() != 2:
+WANTED = {
+    "classification": "one row for each image, logits or features",
+    "features": "one row for each image, logits or features",
+    "segmentation": "logits of every pixel, (B, classes, height, width)",
+    "detection": "tensors by name, as maskaq.models.detector.MaskRCNN does",
+}
+"""What a model gives, by its task."""
+
+
+def refuse_output(output: Any, model: nn.Module, task: str) -> None:
+    """ModelError where a model of this task should give something else."""
+    dims = {"segmentation": 4, "detection": None}.get(task, 2)
+    fits = isinstance(output, dict) if dims is None else isinstance(output, Tensor) and output.dim() == dims
+    if not fits:
         shape = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise ModelError(
-            f"this {type(model).__name__} gives {shape}: expected one row for each image, logits or features"
-        )
-    return output
+        raise ModelError(f"this {type(model).__name__} gives {shape}: expected {WANTED[task]}")

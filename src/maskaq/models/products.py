@@ -74,7 +74,7 @@ class AttentionProducts(nn.Module):
             scores = scores * gain
         logits = scores * self.scale
         if bias is not None:
-            logits = (logits.unflatten(0, (-1, len(bias))) + bias).flatten(0, 1)
+            logits = (logits.unflatten(0, (-1, bias.shape[0])) + bias).flatten(0, 1)
         probs = self.softmax(logits)
         points = {"scores": scores, "probs": probs, "heads": self.av(probs, v)}
         return points | {f"{name}_received": self._received(points[name]) for name in ("scores", "probs")}

@@ -112,5 +112,18 @@ def main_output(output: Any) -> Tensor:
     return min(tensors, key=len) if tensors else Tensor()
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors that a model gives: its one output, or all that it gives by name."""
+    return [output] if isinstance(output, Tensor) else list(output.values())
+
+
+def outputs_again(model: nn.Module, image: Tensor, before: Any) -> list[Tensor]:
+    """What a model gives for an image, to compare with what another one gave before.
+
+    A detector looks at the boxes that the other chose: equal but for rounding, it could choose others among equals.
+    """
+    return tensors_of(model(image) if isinstance(before, Tensor) else model(image, before["boxes"]))
+
+
 def is_absent(module: Any) -> bool:
     return module is None or isinstance(module, nn.Identity)

@@ -13,12 +13,8 @@ class QuantWeightMixin:
     weight_quantizer: nn.Module
     input_quantizer: nn.Module
     held_weight: Tensor | None = None
-    in_float = False
-    """Whether the weight is used, and trained, as it is."""
 
     def quantized_weight(self) -> Tensor:
-        if self.in_float and self.held_weight is None:
-            return self.weight
         return self.weight_quantizer(self.weight) if self.held_weight is None else self.held_weight
 
 

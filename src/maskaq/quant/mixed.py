@@ -4,9 +4,10 @@ A layer's weights are quantized alone, at each width, and the predictions compar
 images. Bits then go where they save most, one layer at a time, until the average is reached.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,13 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 Costs = dict[str, dict[int, float]]
 """Weight site -> width -> mean distance of P with these weights quantized to P."""
 
-Distance = Callable[[Tensor, Tensor], Tensor]
-"""(B,) between expected and found outputs, as a task measures it."""
+
+class Judge(Protocol):
+    """How the outputs of two models are compared: a task."""
+
+    def run(self, model: nn.Module, images: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]: ...
+
+    def distance(self, expected: Any, found: Any) -> Tensor: ...
 
 
 def choose_bits(
@@ -36,12 +42,12 @@ def choose_bits(
     scheme: Quantization,
     average: float,
     images: Tensor,
-    distance: Distance,
+    task: Judge,
     progress: Progress | None = None,
 ) -> QuantPlan:
     """The plan with other widths for weights: at most `average` bits over all weights that the plan quantizes.
 
-    Sites whose bits a rule or `first_last` sets keep them, and count. `distance` compares outputs, as a task does.
+    Sites whose bits a rule or `first_last` sets keep them, and count. `task` compares outputs.
     """
     weights = [site.name for site in plan if site.role == "weight"]
     fixed = {name for name in weights if has_own_bits(teacher, scheme, name)}
@@ -55,10 +61,10 @@ def choose_bits(
             f"quantization.bits {scheme.bits!r}: the average cannot be reached with the bits that rules and first_last "
             "give to some weights; raise it, or take rules away"
         )
-    costs = measure_costs(teacher, plan, scheme, free, images, distance, progress)
+    costs = measure_costs(teacher, plan, scheme, free, images, task, progress)
     found = allocate(costs, sizes, budget)
     if scheme.mixed == "evolve":
-        together = _Together(teacher, plan, scheme, free, images, distance)
+        together = _Together(teacher, plan, scheme, free, images, task)
         found = evolve(found, {name: sizes[name] for name in free}, budget, together)
     return plan.with_bits(found)
 
@@ -79,20 +85,20 @@ def measure_costs(
     scheme: Quantization,
     sites: list[str],
     images: Tensor,
-    distance: Distance,
+    task: Judge,
     progress: Progress | None = None,
 ) -> Costs:
     """What each width of each site's weights costs alone."""
     progress = progress or Progress()
     progress.stage("measure layers for mixed precision", len(WIDTHS) * len(sites) * len(images))
-    expected = teacher(images)
+    expected = task.run(teacher, images)
     costs: Costs = {name: {} for name in sites}
     for bits in WIDTHS:
         student = _of_width(bits, teacher, plan, scheme, sites, images)
         for name in sites:
             with _only(student, teacher, name.removesuffix(".weight")):
-                found = student(images)
-            costs[name][bits] = distance(expected, found).mean().item()
+                found = task.run(student, images, expected)
+            costs[name][bits] = task.distance(expected, found).mean().item()
             progress.advance(len(images))
     return costs
 
@@ -189,12 +195,12 @@ class _Together:
         scheme: Quantization,
         sites: list[str],
         images: Tensor,
-        distance: Distance,
+        task: Judge,
     ) -> None:
         self.students = {bits: _of_width(bits, teacher, plan, scheme, sites, images) for bits in WIDTHS}
-        self.images, self.distance = images, distance
+        self.images, self.task = images, task
         with torch.no_grad():
-            self.expected = teacher(images)
+            self.expected = task.run(teacher, images)
 
     @torch.no_grad()
     def __call__(self, bits: dict[str, int]) -> float:
@@ -207,7 +213,8 @@ class _Together:
                 assert isinstance(layer, QuantWeightMixin) and isinstance(source, QuantWeightMixin)
                 layer.held_weight = source.quantized_weight() if source.held_weight is None else source.held_weight
                 changed.append(layer)
-            return self.distance(self.expected, student(self.images)).mean().item()
+            found = self.task.run(student, self.images, self.expected)
+            return self.task.distance(self.expected, found).mean().item()
         finally:
             for used in changed:
                 used.held_weight = None

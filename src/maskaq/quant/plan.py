@@ -97,6 +97,8 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
     for name, module in teacher.named_modules():
         kind = kind_of(module)
         for index, slot in enumerate(kind.slots if kind is not None else ()):
+            if scheme.scope == "backbone" and not geometry(teacher).in_backbone(name):
+                continue
             if slot == "weight":
                 channels = len(module.weight)  # type: ignore[arg-type]
                 site = Site(f"{name}.{slot}", "weight", bits.weight, True, channels, scheme.weight, scheme.weight_range)
@@ -146,7 +148,8 @@ def _first_and_last(teacher: nn.Module, scheme: Quantization) -> list[Rule]:
     if scheme.first_last == "same":
         return []
     spec = geometry(teacher)
-    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in (*spec.first, *spec.last)]
+    ends = [name for name in (*spec.first, *spec.last) if scheme.scope == "all" or spec.in_backbone(name)]
+    return [Rule(match=f"{name}.*", bits=scheme.first_last) for name in ends]
 
 
 def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:

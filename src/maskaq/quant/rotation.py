@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import expose, family_of, geometry
-from maskaq.models.structure import Stream, is_absent, mlps
+from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, tensors_of
 from maskaq.quant.kinds import refuse_quantized, replace_module
 from maskaq.randomness import image_keys, normal, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
@@ -134,8 +134,9 @@ def _check_equal(model: nn.Module, turned: nn.Module) -> None:
         return
     shape = geometry(model).channels, *geometry(model).image_size
     image = normal(image_keys(0, torch.zeros(1, dtype=torch.int64)), *shape).to(first.device)
-    expected, found = model(image), turned(image)
-    if not (found - expected).norm() <= 1e-3 * expected.norm():
+    before = model(image)
+    pairs = zip(tensors_of(before), outputs_again(turned, image, before), strict=True)
+    if not all((found - expected).norm() <= 1e-3 * expected.norm() for expected, found in pairs):
         raise ModelError(
             f"rotation changes the outputs of this {type(model).__name__}, which must not be: leave it out with "
             "quantization.rotate=[]"

@@ -115,19 +115,6 @@ def _float_weights(student: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def float_weights(student: nn.Module) -> Iterator[None]:
-    """Use the weights as they are, with gradients: only activations are quantized."""
-    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
-    try:
-        for layer in layers:
-            layer.in_float = True
-        yield
-    finally:
-        for layer in layers:
-            layer.in_float = False
-
-
-@contextmanager
 def in_float(student: nn.Module) -> Iterator[None]:
     """Nothing is quantized: the float model that the student's weights are now."""
     before = {quantizer: quantizer.drop for quantizer in quantizers(student).values()}

@@ -63,6 +63,9 @@ _LARGEST_CHANGE = 100
 _RENAMED_VALUES = {"synthesis.start": {"leaves": "dead_leaves"}}
 """Dotted key -> old value -> its name today. Recipes and run folders that hold the old value still work."""
 
+_REMOVED = dict.fromkeys(("calibration.average", "calibration.float_weights", "calibration.terms.class_feature"), 0)
+"""Dotted key of a setting that is gone -> the value at which it did nothing, which older recipes may still hold."""
+
 
 @dataclass(frozen=True)
 class Bits:
@@ -161,6 +164,11 @@ class Quantization(_Table, path="quantization"):
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
         choices=("same", "8", "float"),
+    )
+    scope: str = setting(
+        "all",
+        "what is quantized: all; or the backbone, without neck, decoder and heads (of a classifier: without its head)",
+        choices=("all", "backbone"),
     )
     target: str = setting(
         "cpu",
@@ -269,6 +277,12 @@ class Synthesis(_Table, path="synthesis"):
     )
     noise: float = setting(0.5, "std of the random channel offset, annealed to 0", low=0.0, high=_LARGEST_CHANGE)
     colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0, high=10)
+    relabel: int = setting(
+        100,
+        "of detectors and segmenters: steps after which the teacher says anew what a layout has become",
+        low=1,
+        high=_MOST_STEPS,
+    )
     mask: Mask = field(default_factory=Mask)
     generator: Generator = field(default_factory=Generator)
     terms: dict[str, float] = setting(
@@ -404,18 +418,6 @@ class Calibration(_Table, path="calibration"):
     range_lr: float = setting(
         1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0, high=1_000_000
     )
-    float_weights: float = setting(
-        0.0,
-        "share of the epochs, the first ones, in which weights are not quantized: activations first (not in the paper)",
-        low=0.0,
-        high=0.9,
-    )
-    average: float = setting(
-        0.0,
-        "share of the epochs, the last ones, over whose ends weights and ranges are averaged (not in the paper)",
-        low=0.0,
-        high=1.0,
-    )
     clip_grad: float = setting(0.0, "largest gradient norm; 0 switches clipping off", low=0.0, high=_LARGEST_WEIGHT)
     temperature: float = setting(5.0, "softmax temperature of the logit KL", low=0.01, high=1_000)
     mask_ratio: float = setting(0.1, "share of patches in the calibration mask m^c", low=0.0, high=1.0)
@@ -432,16 +434,6 @@ class Calibration(_Table, path="calibration"):
         super().__post_init__()
         if not self.stages:
             raise RecipeError(f"calibration.stages: expected at least one of {', '.join(STAGES)}, got none")
-        if self.float_weights and self.stages != ("calibrate",):
-            raise RecipeError(
-                f"calibration.float_weights: expected 0 beside the stages {', '.join(self.stages)}, some of which have "
-                f"quantized the weights already, got {self.float_weights}"
-            )
-        if self.float_weights + self.average > 1:
-            raise RecipeError(
-                f"calibration.average {self.average} begins before calibration.float_weights {self.float_weights} "
-                "ends: expected both together to be at most 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,16 +568,16 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def recipe_from_dict(tree: Mapping[str, Any]) -> Recipe:
     """The recipe that `to_dict` turned into plain values."""
-    recipe: Recipe = _build(Recipe, tree, path="")
+    recipe: Recipe = _build(Recipe, _without_removed(tree), path="")
     return recipe
 
 
 def up_to_date(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored recipe (`to_dict`) as this version writes it: missing settings filled in, renamed values replaced.
 
-    Keys that this version does not know stay.
+    Settings that are gone are left out where they did nothing. Other keys that this version does not know stay.
     """
-    filled: dict[str, Any] = _filled(tree, to_dict(Recipe()), "")
+    filled: dict[str, Any] = _filled(_without_removed(tree), to_dict(Recipe()), "")
     return filled
 
 
@@ -791,6 +783,15 @@ def _join(path: str, key: str) -> str:
 
 def _renamed(value: Any, dotted: str) -> Any:
     return _RENAMED_VALUES.get(dotted, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _without_removed(tree: Any, path: str = "") -> Any:
+    """The settings without those that are gone, where they have the value at which they did nothing."""
+    if not isinstance(tree, Mapping):
+        return tree
+    kept = {key: (value, _join(path, str(key))) for key, value in tree.items()}
+    gone = {key for key, (value, dotted) in kept.items() if dotted in _REMOVED and value == _REMOVED[dotted]}
+    return {key: _without_removed(*pair) for key, pair in kept.items() if key not in gone}
 
 
 def _filled(value: Any, default: Any, path: str) -> Any:

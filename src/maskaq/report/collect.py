@@ -23,6 +23,7 @@ from maskaq.images.stored import load_images
 from maskaq.images.synthesis import Synthesizer
 from maskaq.losses.attention import masked_difference
 from maskaq.models import class_names, geometry
+from maskaq.models.structure import tensors_of
 from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.inspection import inspect_model
@@ -36,6 +37,8 @@ from maskaq.shapes import Geometry
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import Task, task_of
+from maskaq.tasks.outputs import joined, on_cpu, rows
+from maskaq.tasks.task import Outputs
 
 FACTS_FILE, TENSORS_FILE = "report.json", "report.safetensors"
 FORMAT = 1
@@ -129,14 +132,17 @@ def collect(
     if teacher is not None and ptq is not None and student is not None:
         progress.stage("measure layers for the report", passes(student, len(images)))
         first = images[:SAMPLED]
-        seen = {name: _look(models[name], first, progress, recipe) for name in ("teacher", "searched", "student")}
+        seen = {"teacher": _look(teacher, first, progress, recipe)}
+        expected = seen["teacher"].outputs
+        seen |= {n: _look(models[n], first, progress, recipe, expected) for n in ("searched", "student")}
         _add_predictions(facts["images"], seen, task_of(teacher), class_names(teacher) or [])
+        tensors |= _drawn({name: models[name] for name in seen}, images[:CHOSEN])
         has_maps = bool(geometry(teacher).layers)
         if has_maps:
             facts["attention"], maps = _attention(recipe, seed, max(rounds), images, teacher, student, seen)
             tensors |= maps
-        facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], seen["teacher"].outputs[:PROBES], progress)
-        if geometry(teacher).classes and has_maps:
+        facts["sensitivity"] = _sensitivity(ptq, images[:PROBES], rows(expected, slice(PROBES)), progress)
+        if task_of(teacher).name == "classification" and has_maps:
             sample = seen["teacher"], seen["student"], first.labels
             if labelled is not None and recipe.makes_images:
                 p, q = (_look(model, labelled, Progress(), recipe) for model in (teacher, student))
@@ -162,7 +168,7 @@ def seconds_per_pass(student: nn.Module) -> float:
     with frozen(student):
         for _ in range(2):  # the first pass sets up
             began = time.monotonic()
-            student(images).sum().item()
+            tensors_of(student(images))[0].sum().item()
     return (time.monotonic() - began) / few
 
 
@@ -268,8 +274,8 @@ def spread(items: Sequence[int], count: int) -> list[int]:
 class Seen:
     """Outputs and attention of a model for n images."""
 
-    outputs: Tensor
-    """(n, C) logits or features."""
+    outputs: Outputs
+    """What the model gives, by name."""
     received: dict[str, list[Tensor]]
     """`scores` and `probs` -> (n, N) attention received by each patch, one per layer, heads averaged."""
     regions: Tensor
@@ -279,40 +285,56 @@ class Seen:
     """
 
 
-def _look(model: nn.Module, images: SyntheticSet, progress: Progress, recipe: Recipe) -> Seen:
+def _look(
+    model: nn.Module, images: SyntheticSet, progress: Progress, recipe: Recipe, expected: Outputs | None = None
+) -> Seen:
     device = next(model.parameters()).device
     spec = geometry(model).to(device)
     pixels = (spec.normalise(to_pixels(part.to(device))) for part in images.images.split(_BATCH))
-    return look(model, pixels, progress, recipe)
+    return look(model, pixels, progress, recipe, expected)
 
 
 @torch.no_grad()
-def look(model: nn.Module, batches: Iterable[Tensor], progress: Progress, recipe: Recipe) -> Seen:
-    """What a model makes of normalised images."""
+def look(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    progress: Progress,
+    recipe: Recipe,
+    expected: Outputs | None = None,
+) -> Seen:
+    """What a model makes of normalised images.
+
+    Args:
+        expected: the teacher's outputs for them.
+    """
+    task = task_of(model)
     device = next(model.parameters()).device
     spec = geometry(model).to(device)
-    outputs: list[Tensor] = []
+    outputs: list[dict[str, Tensor]] = []
+    done = 0
     regions: list[Tensor] = []
     received: dict[str, list[list[Tensor]]] = {"scores": [], "probs": []}
     with frozen(model), taps(model, "scores_received", "probs_received", "heads") as seen:
         for part in batches:
-            outputs.append(model(part.to(device)).float().cpu())
+            which = slice(done, done := done + len(part))
+            given = None if expected is None else {n: x.to(device) for n, x in rows(expected, which).items()}
+            outputs.append(on_cpu(task.run(model, part.to(device), given)))
             for kind, found in received.items():
-                found.append([rows.cpu() for rows in spec.patch_attention(seen[f"{kind}_received"])])
+                found.append([maps.cpu() for maps in spec.patch_attention(seen[f"{kind}_received"])])
             if spec.layers:
                 regions.append(_region_features(spec, received[recipe.synthesis.map][-1], seen["heads"][-1], recipe))
             progress.advance(len(part))
-    joined = {kind: [torch.cat(rows) for rows in zip(*found, strict=True)] for kind, found in received.items()}
-    return Seen(torch.cat(outputs), joined, torch.cat(regions) if regions else torch.empty(0))
+    attention = {kind: [torch.cat(maps) for maps in zip(*found, strict=True)] for kind, found in received.items()}
+    return Seen(joined(outputs), attention, torch.cat(regions) if regions else torch.empty(0))
 
 
 def _region_features(spec: Geometry, attention: Sequence[Tensor], heads: Tensor, recipe: Recipe) -> Tensor:
     """(B, D): of the k_ir patches that the layers on the last layer's grid attend to most, their mean head outputs."""
     last = spec.layers[-1]
-    rows = [alpha for layer, alpha in zip(spec.layers, attention, strict=True) if layer.grid == last.grid]
+    alphas = [alpha for layer, alpha in zip(spec.layers, attention, strict=True) if layer.grid == last.grid]
     share = recipe.synthesis.mask.region
     k = mask_size(math.prod(last.grid), 0.0, share, share)
-    region = top_patches(torch.stack(rows).mean(dim=0), k)  # (B, N)
+    region = top_patches(torch.stack(alphas).mean(dim=0), k)  # (B, N)
     patches = last.raster_heads(heads).float().cpu()  # (B, N, D)
     return (patches * region[..., None]).sum(dim=1) / k
 
@@ -332,11 +354,22 @@ def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, name
     """Add the predictions of both models to the entries of the images, as the task describes them."""
     p, q = seen["teacher"].outputs, seen["student"].outputs
     agreement = {name: task.agreement(p, seen[name].outputs).mean().item() for name in seen}
-    pictures |= {"sampled": len(p), "agreement": agreement}
+    pictures |= {"sampled": len(p[task.output]), "agreement": agreement}
     for i, picture in enumerate(pictures["shown"]):
-        picture |= task.describe(p[i], q[i], picture["label"])
+        picture |= task.describe(rows(p, slice(i, i + 1)), rows(q, slice(i, i + 1)), picture["label"])
         named = (picture.get(key, -1) for key in ("label", "teacher", "student"))
         pictures["names"] |= {str(c): names[c] for c in named if names and c >= 0}
+
+
+def _drawn(models: Mapping[str, nn.Module], images: SyntheticSet) -> dict[str, Tensor]:
+    """What each model finds in the chosen images, drawn on them, for tasks whose findings have a place."""
+    found = {}
+    for name, model in models.items():
+        device = next(model.parameters()).device
+        pixels = geometry(model).to(device).normalise(to_pixels(images.images.to(device)))
+        if (pictures := task_of(model).drawn(model, pixels)) is not None:
+            found[f"drawn_{name}"] = pictures
+    return found
 
 
 def _attention(
@@ -379,7 +412,7 @@ def _attention(
         "map": kind,
         "layers": [{"name": layer.attention, "grid": list(layer.grid)} for layer in layers],
         "models": list(seen),
-        "sampled": len(seen["teacher"].outputs),
+        "sampled": len(images[:SAMPLED]),
         "distance": {name: distances(name) for name in seen if name != "teacher"},
     }
     return facts, tensors
@@ -433,14 +466,16 @@ def _site(quantizer: Quantizer, x: Tensor) -> Facts:
     }
 
 
-def _sensitivity(ptq: nn.Module, images: SyntheticSet, expected: Tensor, progress: Progress) -> list[Facts]:
+def _sensitivity(ptq: nn.Module, images: SyntheticSet, expected: Outputs, progress: Progress) -> list[Facts]:
     """What quantizing one layer alone, weights and inputs, does to the teacher's outputs; the whole model first."""
     task = task_of(ptq)
     device = next(ptq.parameters()).device
     pixels = geometry(ptq).to(device).normalise(to_pixels(images.images.to(device)))
 
+    given = {name: x.to(device) for name, x in expected.items()}
+
     def row(name: str) -> Facts:
-        found = ptq(pixels).float().cpu()
+        found = on_cpu(task.run(ptq, pixels, given))
         distance = task.distance(expected, found).mean()
         agreement = task.agreement(expected, found).mean()
         progress.advance(len(pixels))
@@ -480,7 +515,7 @@ def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
 def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:
     """Name -> {value, meaning} of the estimates of Sec. 2.4, from predictions and the features of P's regions."""
     known = labels.cpu() if (labels >= 0).all() else None
-    p, q = (seen.outputs.softmax(dim=1) for seen in (teacher, student))
+    p, q = (seen.outputs["logits"].softmax(dim=1) for seen in (teacher, student))
     return _plain(information_report(p, q, known, teacher.regions))
 
 
@@ -503,7 +538,7 @@ def against_real(
     own = _look(teacher, synthetic, progress, recipe)
     quantized = _look(student, synthetic, progress, recipe)
     seen = look(teacher, (images for images, _ in batches), progress, recipe)
-    probs = (found.outputs.softmax(dim=1) for found in (quantized, seen))
+    probs = (found.outputs["logits"].softmax(dim=1) for found in (quantized, seen))
     q, p = probs
     return _plain(theorem_2_report(q, synthetic.labels, own.regions, p, labels, seen.regions))
 

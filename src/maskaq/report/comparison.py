@@ -53,14 +53,14 @@ class Page:
     real: Mapping[int, Tensor] = field(default_factory=dict)
     """Class -> a real image (C, H, W) uint8, where evaluation images were given."""
     names: Mapping[int, str] = field(default_factory=dict)
-
-
-_HEAD = ("bits", "method", "images x steps", "mean", "against the first", "KL", "seconds")
+    headline: str = "top-1 %"
+    """What the figures are."""
 
 
 def head(page: Page) -> list[str]:
     """The table's column titles."""
-    return [*_HEAD[:3], *page.folders, *_HEAD[3:]]
+    figures = (f"mean {page.headline}", "against the first", "KL", "seconds")
+    return ["bits", "method", "images x steps", *page.folders, *figures]
 
 
 def markdown(page: Page) -> str:
@@ -75,7 +75,7 @@ def markdown(page: Page) -> str:
 def latex(page: Page) -> str:
     """The table for a paper: booktabs, the best mean of each width in bold."""
     columns = "ll" + "c" * (len(page.folders) + 4)
-    titles = [*_HEAD[:2], *page.folders, *_HEAD[3:]]
+    titles = [title for title in head(page) if title != "images x steps"]
     best: dict[str, tuple[float, str]] = {}
     for row in page.rows:
         value = _number(row.mean)
@@ -100,30 +100,36 @@ def html(page: Page) -> str:
     except DependencyError as error:
         raise DependencyError(f"{error}; the Markdown and LaTeX tables need nothing") from error
     shown = [column for column in page.columns if column.collected is not None]
-    labels = _labels(shown, page.real)
+    classes = _labels(shown)
+    of_classes = bool(classes)
+    labels = classes or list(range(CLASSES))  # images that are made for no class are shown by their numbers
     context: dict[str, Any] = {
         "made_by": pages.MADE_BY,
         "version": maskaq.__version__,
         "page": page,
         "head": head(page),
         "table": [cells(row) for row in page.rows],
-        "labels": [page.names.get(label, f"class {label}").split(",")[0] for label in labels],
-        "real": [None if label not in page.real else pages.data_uri(_small(page.real[label])) for label in labels],
+        "of_classes": of_classes,
+        "labels": [_named(label, page.names) if of_classes else f"image {label + 1}" for label in labels],
+        "real": [pages.data_uri(_small(page.real[n])) if of_classes and n in page.real else None for n in labels],
         "columns": [_column(column, labels, pages.data_uri) for column in shown],
     }
     template = pages._environment(autoescape=True).get_template("compare.html.j2")
     return template.render(**context)
 
 
-def _labels(columns: Sequence[Column], real: Mapping[int, Tensor]) -> list[int]:
+def _named(label: int, names: Mapping[int, str]) -> str:
+    return names.get(label, f"class {label}").split(",")[0]
+
+
+def _labels(columns: Sequence[Column]) -> list[int]:
     """The classes to show: those that most methods have images of, in order."""
     counts: dict[int, int] = {}
     for column in columns:
         assert column.collected is not None
         for label in {picture["label"] for picture in column.collected.facts["images"]["shown"]} - {-1}:
             counts[label] = counts.get(label, 0) + 1
-    chosen = sorted(counts, key=lambda label: (-counts[label], label))[:CLASSES]
-    return sorted(chosen) if chosen else list(range(CLASSES))
+    return sorted(sorted(counts, key=lambda label: (-counts[label], label))[:CLASSES])
 
 
 def _column(column: Column, labels: Sequence[int], uri: Any) -> dict[str, Any]:

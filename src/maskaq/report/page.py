@@ -110,6 +110,7 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
         if len(records) == 1:
             context |= {
                 "rounds": _rounds(records[0]),
+                "drawn": _drawn(records[0]),
                 "trajectories": _trajectories(records[0]),
                 "maps": _maps(records[0]),
             }
@@ -241,6 +242,14 @@ def _known_as(record: Record, picture: Mapping[str, Any]) -> str:
     return f"P says {_name(record, picture['teacher'])}" if "teacher" in picture else f"image {picture['number']}"
 
 
+def _similar(record: Record, similarity: float | None) -> str:
+    """How much Q agrees with P on an image, where that is a matter of degree."""
+    if similarity is None:
+        return ""
+    shown = record.task.show_agreement(similarity)
+    return f"cosine {shown}" if record.task.name == "features" else f"Q as P: {shown}"
+
+
 def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
     """The images with their labels and the predictions of teacher and student."""
     pictures = record.facts["images"]["shown"]
@@ -251,10 +260,25 @@ def _grid(record: Record, runs: int) -> list[dict[str, Any]]:
         | {
             "src": data_uri(image),
             "name": _known_as(record, picture),
+            "similar": _similar(record, picture.get("similarity")),
             "teacher_name": _name(record, picture.get("teacher", -1)),
             "student_name": _name(record, picture.get("student", -1)),
         }
         for picture, image in zip(pictures, record.collected.tensors["images"], strict=False)
+    ]
+
+
+_WHO = {"teacher": "full precision (P)", "searched": "searched ranges", "student": "maskaq (Q)"}
+"""Model -> what the page calls it."""
+
+
+def _drawn(record: Record) -> list[dict[str, Any]]:
+    """Model by model, what it finds in the first images, drawn on them; empty where nothing can be drawn."""
+    tensors = record.collected.tensors
+    return [
+        {"name": title, "images": [data_uri(image) for image in tensors[f"drawn_{model}"]]}
+        for model, title in _WHO.items()
+        if f"drawn_{model}" in tensors
     ]
 
 

@@ -43,6 +43,16 @@ def whole_number(seed: Any) -> int:
         raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
 
 
+def check_recipe(recipe: Recipe, task: str) -> None:
+    """RecipeError for a recipe that asks of a detector or segmenter what only classifiers have."""
+    if task in ("classification", "features"):
+        return
+    if odd := [name for name in recipe.calibration.stages if name != "calibrate"]:
+        raise RecipeError(f'calibration.stages: {odd[0]} is not for {task}; give ["calibrate"]')
+    if recipe.synthesis.generator.steps:
+        raise RecipeError(f"synthesis.generator makes images of a class: it is not for {task}; set its steps to 0")
+
+
 def check_arguments(out: Any, keep: Any, progress: Any, source: Any, checkpoint_seconds: Any, fast: Any) -> None:
     """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
     if not isinstance(out, str | Path) or "\0" in str(out):

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from maskaq.artifact.saved import from_pretrained, read_config
 from maskaq.errors import BusyError, DataError, MaskaqError, RecipeError
 from maskaq.models import expose
 from maskaq.progress import Progress
+from maskaq.quant.twin import frozen
 from maskaq.ranks import are_started
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.provenance import commit, pick_device
@@ -31,12 +33,13 @@ from maskaq.storage.files import lines_of, locked, write_bytes_atomic
 from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
+from maskaq.tasks.outputs import joined, on_cpu
 
 ROWS_FILE = "rows.jsonl"
 _FEWEST_IMAGES = 32
 
-Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Tensor]]]
-"""A model and the name of a folder -> its images and labels."""
+Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Any]]]
+"""A model and the name of a folder -> its images and labels, or annotations."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,11 @@ class Line:
     """How many, and the steps of each round."""
     data_free: bool = True
     top1: dict[str, float] = field(default_factory=dict)
-    """Folder of images -> headline figure: top-1 in percent, or cosine similarity."""
+    """Folder of images -> the task's headline figure: top-1 in percent, cosine similarity, mIoU, AP of boxes."""
     hits: dict[str, str] = field(default_factory=dict)
     """Folder -> one character per image: 1 where the model is right."""
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Folder -> all figures of the evaluation, where an image is not simply right or wrong."""
     kl: dict[str, float] = field(default_factory=dict)
     """Folder -> mean distance of Q's outputs to P's."""
     seconds: float = 0.0
@@ -183,8 +188,8 @@ class Comparison:
         self.keep_images = keep_images
         self.progress = progress or Progress()
         self.task = task_of(model)
-        self._expected: dict[str, Tensor] = {}
-        self._images: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._expected: dict[str, dict[str, Tensor]] = {}
+        self._images: dict[str, Iterable[tuple[Tensor, Any]]] = {}
         self.recipes = {row.name: self._recipe(row) for row in rows}  # a wrong one fails before anything is run
         self.out.mkdir(parents=True, exist_ok=True)
 
@@ -299,11 +304,16 @@ class Comparison:
         for folder in self.folders:
             if folder in line.top1:
                 continue
-            outputs, labels = self._outputs(model, folder), torch.cat([y for _, y in self.images_of(folder)])
+            if self.task.has_layouts:
+                found = self.task.evaluate(model, self.images_of(folder))
+                line.figures[folder], line.top1[folder] = found.to_dict(), found.headline
+                line.kl[folder] = self._distance(model, folder)
+                continue
             expected = self._teachers(folder)
+            outputs = self._outputs(model, folder)
             line.kl[folder] = self.task.distance(expected, outputs).mean().item()
             if self.task.name == "classification":
-                right = outputs.argmax(dim=1) == labels
+                right = outputs[self.task.output].argmax(dim=1) == self._labels(folder)
                 line.hits[folder] = "".join("01"[hit] for hit in right.tolist())
                 line.top1[folder] = 100 * right.float().mean().item()
             else:
@@ -311,27 +321,48 @@ class Comparison:
 
     def full_precision(self) -> dict[str, float]:
         """Folder -> headline figure of P."""
-        found = {}
-        for folder in self.folders:
-            labels = torch.cat([y for _, y in self.images_of(folder)])
-            hits = self._teachers(folder).argmax(dim=1) == labels
-            found[folder] = 100 * hits.float().mean().item() if self.task.name == "classification" else 1.0
-        return found
+        return {folder: self._full_precision(folder) for folder in self.folders}
 
-    def _teachers(self, folder: str) -> Tensor:
+    def _full_precision(self, folder: str) -> float:
+        if self.task.has_layouts:
+            return self.task.evaluate(self._teacher, self.images_of(folder)).headline
+        if self.task.name == "features":
+            return 1.0
+        hits = self._teachers(folder)[self.task.output].argmax(dim=1) == self._labels(folder)
+        return 100 * hits.float().mean().item()
+
+    @cached_property
+    def _teacher(self) -> nn.Module:
+        return expose(self.model).to(self.device)
+
+    def _teachers(self, folder: str) -> dict[str, Tensor]:
         if folder not in self._expected:
-            self._expected[folder] = self._outputs(expose(self.model).to(self.device), folder)
+            self._expected[folder] = self._outputs(self._teacher, folder)
         return self._expected[folder]
 
     @torch.no_grad()
-    def _outputs(self, model: nn.Module, folder: str) -> Tensor:
-        return torch.cat([model(x.to(self.device)).float().cpu() for x, _ in self.images_of(folder)])
+    def _outputs(self, model: nn.Module, folder: str) -> dict[str, Tensor]:
+        return joined([on_cpu(self.task.run(model, x.to(self.device))) for x, _ in self.images_of(folder)])
 
-    def images_of(self, folder: str) -> list[tuple[Tensor, Tensor]]:
-        """The batches of a folder, read once."""
+    def _distance(self, model: nn.Module, folder: str) -> float:
+        """Mean distance of Q's outputs to P's. Both look at one image at a time: dense outputs are large."""
+        found: list[float] = []
+        with frozen(model), frozen(self._teacher):
+            for images, _ in self.images_of(folder):
+                for image in images.to(self.device).split(1):
+                    expected = self.task.run(self._teacher, image)
+                    found.append(self.task.distance(expected, self.task.run(model, image, expected)).item())
+        return _mean(found)
+
+    def _labels(self, folder: str) -> Tensor:
+        return torch.cat([labels for _, labels in self.images_of(folder)])
+
+    def images_of(self, folder: str) -> Iterable[tuple[Tensor, Any]]:
+        """The batches of a folder, read once; large images with annotations are read each time."""
         assert self.batches is not None
         if folder not in self._images:
-            self._images[folder] = list(self.batches(self.model, folder))
+            found = self.batches(self.model, folder)
+            self._images[folder] = found if self.task.has_layouts else list(found)
         return self._images[folder]
 
     def _write(self, line: Line) -> None:
@@ -419,6 +450,8 @@ def _entry(label: str, bits: str, group: list[Line], done: list[Line], base: lis
     if mean is not None and images:
         sampling = 100 * math.sqrt(max(0.0, mean / 100 * (1 - mean / 100)) / images)
         error = math.hypot(sampling, _standard_error(means))
+    elif mean is not None and (told := [_sampling(line, fair) for line in done if line.figures]):
+        error = math.hypot(_mean(told), _standard_error(means))
     kls = [value for line in done for folder, value in line.kl.items() if folder in fair]
     return Entry(
         label=label,
@@ -434,6 +467,12 @@ def _entry(label: str, bits: str, group: list[Line], done: list[Line], base: lis
         data_free=group[0].data_free,
         failed=group[0].failed if not done else "",
     )
+
+
+def _sampling(line: Line, folders: Sequence[str]) -> float:
+    """Standard error of the mean over folders, from that of each; 0 where it could not be measured."""
+    errors = [line.figures.get(folder, {}).get("standard_error") or 0.0 for folder in folders]
+    return math.hypot(*errors) / len(errors)
 
 
 def _paired(lines: list[Line], base: list[Line], folders: Sequence[str]) -> tuple[float, float] | None:

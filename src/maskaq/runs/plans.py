@@ -22,9 +22,7 @@ def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progr
     if recipe.bits.average is None:
         return plan
     images = handover.held_out_images(teacher, _MEASURED_ON, seed, "mixed precision")
-    return choose_bits(
-        teacher, plan, recipe.quantization, recipe.bits.average, images, task_of(teacher).distance, progress
-    )
+    return choose_bits(teacher, plan, recipe.quantization, recipe.bits.average, images, task_of(teacher), progress)
 
 
 def plan_of_run(folder: str | Path) -> QuantPlan | None:

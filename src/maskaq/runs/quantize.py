@@ -34,7 +34,7 @@ from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.ranks import ALONE, Ranks, joined
 from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
-from maskaq.runs.arguments import check_arguments, identity, up_to_date_identity, whole_number
+from maskaq.runs.arguments import check_arguments, check_recipe, identity, up_to_date_identity, whole_number
 from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import check_alike, describe_run, pick_device
@@ -114,6 +114,7 @@ def quantize(
     device = pick_device(device)
     model = adopted(model)
     teacher = _trained(model)
+    check_recipe(recipe, geometry(teacher).task)
     asked = identity(model, recipe, seed)
     with joined(device) as ranks:
         if ranks.agreed(is_finished(out, asked, None if only_images else keep)):

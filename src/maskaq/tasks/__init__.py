@@ -9,7 +9,9 @@ from maskaq.models import task_name
 from maskaq.progress import Progress
 from maskaq.shapes import Geometry
 from maskaq.tasks.classification import Classification
+from maskaq.tasks.detection import Detection
 from maskaq.tasks.features import Features
+from maskaq.tasks.segmentation import Segmentation
 from maskaq.tasks.task import Batches, Evaluation, Task
 
 __all__ = [
@@ -28,7 +30,7 @@ __all__ = [
     "task_of",
 ]
 
-TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Features())}
+TASKS: dict[str, Task] = {task.name: task for task in (Classification(), Features(), Segmentation(), Detection())}
 
 FULL_PRECISION = "full precision"
 RTN = "round to nearest"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from maskaq.errors import DataError
 from maskaq.progress import Progress
 from maskaq.tasks.outputs import outputs
-from maskaq.tasks.task import Batches, Column, Task
+from maskaq.tasks.task import Batches, Column, Outputs, Task
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class EvalResult:
         return asdict(self) | {"standard_error": self.standard_error}
 
 
+def kl(expected: Tensor, found: Tensor) -> Tensor:
+    """KL(P || Q) of logits (B, C, ...) over the classes, in double precision: (B, ...)."""
+    log_p, log_q = (logits.double().log_softmax(dim=1) for logits in (expected, found))
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1)
+
+
 class Classification(Task):
     """A model that gives logits, one for each class."""
 
@@ -59,25 +65,20 @@ class Classification(Task):
         """Every class in turn."""
         return indices % classes
 
-    def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
-        return dict(weights)
-
-    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+    def distance(self, expected: Outputs, found: Outputs) -> Tensor:
         """KL(P || Q) of the predictions, in double precision."""
-        log_p = expected.double().log_softmax(dim=1)
-        log_q = found.double().log_softmax(dim=1)
-        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=1)
+        return kl(expected[self.output], found[self.output])
 
-    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
+    def agreement(self, expected: Outputs, found: Outputs) -> Tensor:
         """Whether both predict the same class."""
-        return (found.argmax(dim=1) == expected.argmax(dim=1)).float()
+        return (found[self.output].argmax(dim=1) == expected[self.output].argmax(dim=1)).float()
 
     def show_agreement(self, value: float) -> str:
         return f"{100 * value:.0f} %"
 
-    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
+    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
         """Both predictions, and how sure the models are of the label, or without one of what P says."""
-        p, q = expected.float().softmax(dim=0), found.float().softmax(dim=0)
+        p, q = (outputs[self.output][0].float().softmax(dim=0) for outputs in (expected, found))
         teacher, student = int(p.argmax()), int(q.argmax())
         sure_of = label if label >= 0 else teacher
         described = {"teacher": teacher, "confidence": p[sure_of].item()}

@@ -15,27 +15,11 @@ from torch.nn import functional as F
 from maskaq.errors import DataError
 from maskaq.progress import Progress
 from maskaq.tasks.outputs import outputs
-from maskaq.tasks.task import Batches, Column, Task
+from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Outputs, Task
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 """As DINO's evaluation has them (Caron et al. 2021)."""
-
-_IN_PLACE_OF: dict[str, str | None] = {
-    "class_prior": None,
-    "soft_class_prior": None,
-    "region_prior": None,
-    "difference_prior": None,
-    "sum_prior": None,
-    "entropy_margin": None,
-    "label_loss": None,
-    "difference_entropy": None,
-    "logit_kl": "feature_error",
-    "logit_kl_mean": "feature_error",
-    "logit_mae": "feature_error",
-    "class_feature": "feature_error",
-}
-"""Loss terms of classes -> the term of features in their place, or none."""
 
 
 @dataclass(frozen=True)
@@ -86,33 +70,25 @@ class Features(Task):
     distance_name = "1 - cosine similarity to the full-precision model"
     loss_name = "of the cosine similarity"
     agreement_name = "cosine similarity to the full-precision model"
+    in_place_of: ClassVar[Mapping[str, str | None]] = dict.fromkeys(CLASS_TERMS) | dict.fromkeys(
+        LOGIT_TERMS, "feature_error"
+    )
 
     def targets(self, indices: Tensor, classes: int) -> Tensor:
         """None: there are no classes."""
         return torch.full_like(indices, -1)
 
-    def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Without the terms of classes; features are matched where logits were."""
-        found: dict[str, float] = {}
-        for name, weight in weights.items():
-            own = _IN_PLACE_OF.get(name, name)
-            if own is not None:
-                found[own] = found.get(own, 0.0) + weight
-        return found
-
-    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+    def distance(self, expected: Outputs, found: Outputs) -> Tensor:
         return 1 - self.agreement(expected, found)
 
-    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
-        """Cosine similarity, in double precision; 1 for equal vectors, be they 0."""
-        cosine = F.cosine_similarity(expected.double(), found.double(), dim=1, eps=1e-150)
-        return torch.where((expected == found).all(dim=1), 1.0, cosine)
+    def agreement(self, expected: Outputs, found: Outputs) -> Tensor:
+        return similarity(expected[self.output], found[self.output])
 
     def show_agreement(self, value: float) -> str:
         return f"{value:.3f}"
 
-    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
-        return {"similarity": self.agreement(expected[None], found[None]).item()}
+    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
+        return {"similarity": self.agreement(expected, found).item()}
 
     @torch.no_grad()
     def evaluate(
@@ -130,9 +106,15 @@ class Features(Task):
             return FeatureResult(None, knn, len(features), features=features)
         if not isinstance(full, FeatureResult) or full.features is None or full.features.shape != features.shape:
             raise DataError("features can only be compared with those of the same images, of one width")
-        similarity = self.agreement(full.features, features)
-        error = (similarity.std() / math.sqrt(len(features))).item() if len(features) > 1 else math.inf
-        return FeatureResult(similarity.mean().item(), knn, len(features), error, features)
+        cosine = similarity(full.features, features)
+        error = (cosine.std() / math.sqrt(len(features))).item() if len(features) > 1 else math.inf
+        return FeatureResult(cosine.mean().item(), knn, len(features), error, features)
+
+
+def similarity(expected: Tensor, found: Tensor) -> Tensor:
+    """(B,): cosine similarity of vectors, in double precision; 1 for equal ones, be they 0."""
+    cosine = F.cosine_similarity(expected.double(), found.double(), dim=1, eps=1e-150)
+    return torch.where((expected == found).all(dim=1), 1.0, cosine)
 
 
 def _has_classes(labels: Tensor) -> bool:

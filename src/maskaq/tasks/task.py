@@ -8,9 +8,26 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from maskaq.progress import Progress
+from maskaq.shapes import Geometry
 
-Batches = Iterable[tuple[Tensor, Tensor]]
-"""Images as the model takes them, and their labels."""
+Batches = Iterable[tuple[Tensor, Any]]
+"""Images as the model takes them, and what is known of them: (B,) labels, or an annotation for each image."""
+
+Outputs = Mapping[str, Tensor]
+"""What a model gives for a batch of images, by name."""
+
+Layout = Mapping[str, Tensor]
+"""What each image is made for, where that is more than a class: tensors (B, ...) of fixed shapes, by name."""
+
+
+CLASS_TERMS = (
+    *("class_prior", "soft_class_prior", "region_prior", "difference_prior", "sum_prior", "entropy_margin"),
+    *("label_loss", "difference_entropy"),
+)
+"""Loss terms about the class of an image, which only classifiers have."""
+
+LOGIT_TERMS = ("logit_kl", "logit_kl_mean", "logit_mae")
+"""Loss terms that compare the logits of teacher and student."""
 
 
 class Evaluation(Protocol):
@@ -53,7 +70,11 @@ class Task(ABC):
 
     name: str
     output: str
-    """What the model's one output is called: loss terms read it by this name."""
+    """What the model's one output is called, or the first of several: loss terms read it by this name."""
+    has_layouts = False
+    """Whether images are made for something that has its place in the image: then they are not rolled or mirrored."""
+    in_place_of: ClassVar[Mapping[str, str | None]] = {}
+    """Loss terms of classes -> the term that this task has in their place, or None."""
     columns: ClassVar[Mapping[str, Column]]
     """Figures of an evaluation -> how tables show them. The first is the headline, the last the number of images."""
     distance_name: str
@@ -87,16 +108,38 @@ class Task(ABC):
     def targets(self, indices: Tensor, classes: int) -> Tensor:
         """What the images of these numbers are made for: (B,) class numbers, -1 for none."""
 
-    @abstractmethod
     def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
         """The loss terms of a recipe with those that this task has in their place."""
+        found: dict[str, float] = {}
+        for name, weight in weights.items():
+            own = self.in_place_of.get(name, name)
+            if own is not None:
+                found[own] = found.get(own, 0.0) + weight
+        return found
+
+    def layouts(self, keys: Tensor, geometry: Geometry) -> Layout:
+        """What the images of these keys are made for; empty where a class says it all."""
+        return {}
+
+    def relabelled(self, layout: Layout, outputs: Outputs) -> Layout:
+        """The layout again, after the teacher has looked at what became of the images."""
+        return layout
+
+    def run(self, model: nn.Module, images: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The outputs of a model.
+
+        Args:
+            given: a layout, or the teacher's outputs, where the outputs of a model depend on a choice: all models
+                are then compared on the same one.
+        """
+        return {self.output: model(images)}
 
     @abstractmethod
-    def distance(self, expected: Tensor, found: Tensor) -> Tensor:
+    def distance(self, expected: Outputs, found: Outputs) -> Tensor:
         """(B,): how far the outputs of a model are from the teacher's; 0 where they are equal."""
 
     @abstractmethod
-    def agreement(self, expected: Tensor, found: Tensor) -> Tensor:
+    def agreement(self, expected: Outputs, found: Outputs) -> Tensor:
         """(B,): how much the outputs of a model agree with the teacher's, at most 1."""
 
     @abstractmethod
@@ -104,8 +147,12 @@ class Task(ABC):
         """A mean agreement in figures."""
 
     @abstractmethod
-    def describe(self, expected: Tensor, found: Tensor, label: int) -> dict[str, Any]:
-        """What a report says below one image, from the teacher's and the student's output for it."""
+    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
+        """What a report says below one image, from the teacher's and the student's outputs for it, a batch of one."""
+
+    def drawn(self, model: nn.Module, images: Tensor) -> Tensor | None:
+        """(B, 3, H, W) uint8: what a model finds in normalised images, drawn on them; None where there is no place."""
+        return None
 
     @abstractmethod
     def evaluate(

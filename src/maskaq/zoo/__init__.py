@@ -1,4 +1,5 @@
-"""Two small models inside the package, trained by us on CIFAR-10 (examples/train_cifar10.py), and 1,000 test images.
+"""Small models inside the package: two classifiers trained by us on CIFAR-10 (examples/train_cifar10.py), with 1,000
+test images, and a detector and a segmenter trained on procedural scenes (examples/train_scenes.py).
 
 They let anyone run everything in minutes, without a download. The cards beside the files say how each was made.
 """
@@ -16,37 +17,42 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-_CLASSES = {"cifar10_vit": VisionTransformer, "cifar10_swin": SwinTransformer}
+CLASSIFIERS = {"cifar10_vit": VisionTransformer, "cifar10_swin": SwinTransformer}
+DENSE = ("scenes_detector", "scenes_segmenter")
+"""Of procedural scenes; `maskaq.models.hosts` builds them."""
 
 
 def embedded_names() -> list[str]:
-    return sorted(_CLASSES)
+    return sorted((*CLASSIFIERS, *DENSE))
 
 
-def embedded_model(name: str) -> nn.Module:
-    """One of the embedded models, in eval mode and float32, with its data config attached as timm does."""
-    model = embedded_shape(name)
+def card(name: str) -> dict[str, Any]:
+    """What the file of an embedded model says of it: its arguments, mean, std and classes, how it was trained."""
+    with _path(f"{name}.safetensors") as path, safe_open(path, framework="pt") as file:
+        return {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    """The weights of an embedded model, in float32."""
     with _path(f"{name}.safetensors") as path:
-        weights = safetensors.torch.load_file(path)
-    model.load_state_dict({key: value.float() for key, value in weights.items()})
-    return model
+        found = safetensors.torch.load_file(path)
+    return {key: value.float() if value.is_floating_point() else value for key, value in found.items()}
 
 
 def embedded_shape(name: str) -> nn.Module:
-    """The same with random weights; its own are not read."""
-    with _path(f"{name}.safetensors") as path, safe_open(path, framework="pt") as file:
-        card = {key: _from_json(value) for key, value in (file.metadata() or {}).items()}
-    model = _CLASSES[name](**card["arguments"]).float()  # whatever torch's default is
-    size = card["arguments"]["img_size"]
+    """An embedded classifier with random weights; its own are not read."""
+    about = card(name)
+    model = CLASSIFIERS[name](**about["arguments"]).float()  # whatever torch's default is
+    size = about["arguments"]["img_size"]
     model.pretrained_cfg = model.default_cfg = {
         "architecture": name,
-        "num_classes": card["arguments"]["num_classes"],
+        "num_classes": about["arguments"]["num_classes"],
         "input_size": (3, size, size),
-        "mean": tuple(card["mean"]),
-        "std": tuple(card["std"]),
+        "mean": tuple(about["mean"]),
+        "std": tuple(about["std"]),
         "crop_pct": 1.0,
         "interpolation": "bicubic",
-        "label_names": card["classes"],
+        "label_names": about["classes"],
     }
     return model.eval()
 

@@ -17,6 +17,7 @@ import pytest
 import timm
 import torch
 from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_swin, tiny_vit
+from torch import nn
 
 import maskaq
 from maskaq.artifact.export import export
@@ -102,7 +103,7 @@ def test_every_bit_width_computes_the_same_codes_in_integer_products_from_small_
     verify(file, model, images_for(model))
     left = operators(file)
     assert products(file).in_float == 0
-    assert left["DequantizeLinear"] == 0 and left["Cast"] == 0 and left["Conv"] == 1
+    assert left["DequantizeLinear"] == 1 and left["Cast"] == 0 and left["Conv"] == 1  # one for the scales
     assert (left["Clip"] > 0) == (bits[-1] != "8")
     wide = int(bits[1])
     assert_stored_at(8 if wide > 4 else 4, file, wide)
@@ -141,6 +142,27 @@ def test_attention_multiplies_uint8_by_int8_which_cpus_have_instructions_for(bit
     assert sum(node.op_type == "QuantizeLinear" for node in graph.node) <= len(list(grids_of(model)))  # none is doubled
 
 
+@needs_onnx
+@pytest.mark.parametrize("build", mostly_slow({"vit": tiny_vit, "swin": partial(tiny_swin, depths=(1,))}, "vit"))
+def test_biases_are_added_inside_integer_products_and_not_by_a_pass_of_their_own(build, tmp_path):
+    model = deployed("w4a4", partial(build, num_heads=2) if build is tiny_vit else build)
+    graph = optimised_graph(export_onnx(model, tmp_path / "model.onnx"), tmp_path)
+    biases = {i.name for i in graph.initializer if ".bias_" in i.name}
+    added = [n.input[6] for n in graph.node if n.op_type == "MatMulIntegerToFloat" and len(n.input) > 6]
+    assert set(added) == biases and len(added) == len(biases) > 0
+    assert not {n.op_type for n in graph.node} & {"BiasGelu", "MatMulInteger", "SkipLayerNormalization"}
+
+
+@needs_onnx
+def test_other_readers_get_floats_between_dequantize_linear(tmp_path):
+    model = deployed()
+    export(model, tmp_path / "model.onnx", "onnx", images_for(model), target="qdq")  # verified
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    made = {output: node.op_type for node in graph.node for output in node.output}
+    taken = {made[name] for node in graph.node if node.op_type == "MatMul" for name in node.input}
+    assert taken == {"DequantizeLinear"} and "MatMulInteger" not in made.values()
+
+
 def optimised_graph(file, folder):
     """The graph that ONNX Runtime runs."""
     options = onnxruntime.SessionOptions()
@@ -157,6 +179,40 @@ def test_layers_that_stay_in_float_are_the_only_float_products(tmp_path):
     file = export_onnx(model, tmp_path / "model.onnx")
     verify(file, model, images_for(model))
     assert products(file).in_float == 1  # the classifier
+
+
+class Stem(nn.Module):
+    """Convolutions with nothing but a ReLU between them, and patches by a linear layer whose input is not quantized."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, 2, 1), nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1))
+        self.again = self.second if shared else nn.Identity()
+        self.patches = nn.Linear(128, 24)
+        self.attention = nn.MultiheadAttention(24, 3, batch_first=True)
+        self.head = nn.Linear(24, 5)
+        self.pretrained_cfg = {"input_size": (3, 16, 16)}
+
+    def forward(self, x):
+        x = self.again(self.second(self.first(x).relu()).relu())
+        x = self.patches(x.unflatten(3, (2, 4)).unflatten(2, (2, 4)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        return self.head((x + self.attention(x, x, x, need_weights=False)[0]).mean(dim=1))
+
+
+@needs_onnx
+def test_weights_are_not_rounded_again_by_the_runtime(tmp_path):
+    """ONNX Runtime rounds those of a convolution between two grids, and what is multiplied by coded weights."""
+    torch.manual_seed(0)
+    model = deployed("w6a6", lambda: Stem().eval(), 'quantization.rule={match="patches.input", bits="float"}')
+    assert export(model, tmp_path / "model.onnx", "onnx", images_for(model, 2)).farthest < 1e-4
+
+
+@needs_onnx
+def test_a_layer_that_runs_twice_is_named(tmp_path):
+    torch.manual_seed(0)
+    model = deployed("w6a6", lambda: Stem(shared=True).eval())
+    with pytest.raises(ExportError, match="'second.0' runs more than once"):
+        export(model, tmp_path / "model.onnx", "onnx", images_for(model, 2))
 
 
 @needs_onnx
@@ -603,6 +659,7 @@ def test_the_small_program_names_five_classes_without_torch(tmp_path):
     from PIL import Image
 
     from maskaq import zoo
+    from maskaq.models import hosts
 
     model = maskaq.load_model("cifar10_vit")
     recipe = maskaq.load_recipe("demo", bits="w8a8")
@@ -612,7 +669,7 @@ def test_the_small_program_names_five_classes_without_torch(tmp_path):
     small = deploy(student)
     file = export_onnx(small, tmp_path / "m.onnx")
     pixels, _ = zoo.test_images()
-    names = zoo.embedded_model("cifar10_vit").pretrained_cfg["label_names"]
+    names = hosts.embedded_model("cifar10_vit").pretrained_cfg["label_names"]
     Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(tmp_path / "a.png")
     words = [sys.executable, "-X", "importtime", str(CLASSIFY), str(file), str(tmp_path / "a.png")]
     found = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -17,6 +17,7 @@ from PIL import Image
 
 from maskaq import zoo
 from maskaq.artifact.export.onnx import metadata_of
+from maskaq.models import hosts
 
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
@@ -28,7 +29,7 @@ def write_facts(folder: Path) -> None:
     """model.json from the metadata of model.onnx, with the names of the classes."""
     metadata = metadata_of(folder / "model.onnx")
     facts = {key: metadata[key] for key in ("mean", "std", "input_size", "weight_bits", "activation_bits")}
-    facts["classes"] = zoo.embedded_model(MODEL).pretrained_cfg["label_names"]
+    facts["classes"] = hosts.embedded_model(MODEL).pretrained_cfg["label_names"]
     (folder / "model.json").write_text(json.dumps(facts, indent=1))
 
 
@@ -36,7 +37,7 @@ def write_examples(folder: Path) -> None:
     """The first packaged test image of each class, as examples/CLASS.png."""
     images, labels = zoo.test_images()
     (folder / "examples").mkdir(exist_ok=True)
-    for label, name in enumerate(zoo.embedded_model(MODEL).pretrained_cfg["label_names"]):
+    for label, name in enumerate(hosts.embedded_model(MODEL).pretrained_cfg["label_names"]):
         image = images[labels == label][0]
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / "examples" / f"{name}.png")
 

@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target",
-        choices=("cpu", "tensorrt"),
+        choices=("cpu", "qdq", "tensorrt"),
         default="cpu",
-        help="of --format onnx: cpu (ONNX Runtime), or tensorrt, which wants quantization.target=symmetric "
-        "(default: cpu)",
+        help="of --format onnx: cpu (ONNX Runtime on CPUs and in browsers), qdq (floats between DequantizeLinear, for "
+        "other readers of ONNX), or tensorrt, which wants quantization.target=symmetric (default: cpu)",
     )
     parser.add_argument(
         "--precision",

@@ -47,13 +47,11 @@ def export(
     found: Verification | Agreement | None = None
     try:
         if format == "onnx":  # its packages are an extra
-            from maskaq.artifact.export.onnx import CPU, TENSORRT, export_onnx
+            from maskaq.artifact.export.onnx import LAYOUTS, export_onnx
             from maskaq.artifact.export.verify import verify
 
-            layout = TENSORRT if target == "tensorrt" else CPU
-            found = verify(
-                export_onnx(model, unproven, {"target": target} | dict(metadata or {}), layout), model, images
-            )
+            notes = {"target": target} | dict(metadata or {})
+            found = verify(export_onnx(model, unproven, notes, LAYOUTS[target]), model, images)
         elif format == "openvino":  # another extra
             from maskaq.artifact.export.openvino import export_openvino, verify_openvino
 

@@ -21,14 +21,20 @@ class Agreement:
     """Correlation of the file's outputs with those of the same arithmetic in torch."""
 
 
+_MEANS = {
+    "classification": "predict the same class",
+    "features": "give features with a cosine similarity above 0.99",
+    "segmentation": "give 99 % of the pixels the same class",
+}
+
+
 def means(model: nn.Module) -> str:
-    if task_of(model).name == "classification":
-        return "predict the same class"
-    return "give features with a cosine similarity above 0.99"
+    return _MEANS[task_of(model).name]
 
 
 def share(model: nn.Module, ours: Tensor, theirs: Tensor) -> float:
-    return (task_of(model).agreement(ours, theirs) > 0.99).double().mean().item()
+    task = task_of(model)
+    return (task.agreement({task.output: ours}, {task.output: theirs}) > 0.99).double().mean().item()
 
 
 def correlation(ours: Tensor, theirs: Tensor) -> float:

@@ -9,6 +9,14 @@ and a weight an INT4 (up to 4 bits) or INT8 initializer -> [Cast to INT8] -> Deq
 ONNX Runtime (1.31) folds the Cast when it loads the file and multiplies uint8 by int8; other types, and one range per
 activation channel, fall back to float. Outputs of products stay in float: rounding them would be another model.
 
+A linear layer with a bias multiplies the codes themselves, for ONNX Runtime's CPU provider:
+
+    MatMulInteger -> Cast to float -> Mul with (scale of x * scales of the weight) -> Add of the bias
+
+which it makes one operator of (`MatMulIntegerToFloat`), bias included; of a MatMul between DequantizeLinear it makes
+the same operator and leaves the bias as an Add of its own, and GELU behind that Add as a slower kernel. Other readers
+of ONNX want the MatMul between DequantizeLinear: `QDQ`.
+
 The second operands of attention's products, keys and values, are int8 too, their codes and zero point moved by 128:
 
     QuantizeLinear (int8) -> [Clip to 2^b - 129] -> Reshape -> Transpose -> DequantizeLinear
@@ -30,6 +38,7 @@ import copy
 import io
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,14 +79,19 @@ class Layout:
     opset: int = OPSET
     signed_operands: bool = False
     """Keys and values as int8, for MLAS."""
+    integer_layers: bool = False
+    """Linear layers as MatMulInteger."""
+    integer_convolutions: bool = False
+    """Convolutions as ConvInteger, for ONNX Runtime."""
     signed: bool = False
     """All codes as int8 with a zero point of 0, cut in float, and only between a QuantizeLinear and a DequantizeLinear.
     """
 
 
-CPU = Layout(signed_operands=True)
-PLAIN = Layout()
+CPU = Layout(signed_operands=True, integer_layers=True, integer_convolutions=True)
+QDQ = Layout()
 TENSORRT = Layout(opset=20, signed=True)
+LAYOUTS = {"cpu": CPU, "qdq": QDQ, "tensorrt": TENSORRT}
 
 
 def export_onnx(
@@ -92,9 +106,14 @@ def export_onnx(
     description = describe(model)
     program = _traced(_with_placeholders(model), description["input_size"], layout.opset)
     _merge_transposes(program.graph)
+    _select_before_norm(program.graph)
     if not layout.signed:  # TensorRT wants the same scale on both sides of the codes
         _fold_score_scale(program.graph)
     _write_out_placeholders(program.graph, layout)
+    if layout.integer_layers:
+        _multiply_codes(program.graph)
+    if layout.integer_convolutions:
+        _integer_convolutions(program.graph)
     return _write(program, file, description | dict(metadata or {}))
 
 
@@ -290,6 +309,10 @@ def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> i
     finally:
         logger.setLevel(level)
     assert program is not None
+    if not isinstance(program.model.graph.inputs[0].shape[0], ir.SymbolicDim):
+        raise ExportError(
+            f"{type(seen).__name__} cannot be exported: its code fixes the number of images, which a file leaves open"
+        )
     return program.model
 
 
@@ -306,6 +329,22 @@ def _merge_transposes(graph: ir.Graph) -> None:
             node.replace_input_with(0, before.inputs[0])
             if not before.outputs[0].uses():
                 graph.remove(before, safe=True)
+
+
+def _select_before_norm(graph: ir.Graph) -> None:
+    """Normalise the class token alone, not all tokens of which it is then taken."""
+    for select in list(graph):
+        norm = select.inputs[0].producer() if select.op_type == "Gather" else None
+        if norm is None or norm.op_type != "LayerNormalization" or len(norm.outputs[0].uses()) > 1:
+            continue
+        if norm.attributes["axis"].as_int() == -1 and select.attributes["axis"].as_int() == 1:
+            chosen, normal = select.outputs[0], norm.outputs[0]
+            ir.convenience.replace_all_uses_with(chosen, normal)
+            normal.shape = chosen.shape
+            select.replace_input_with(0, norm.inputs[0])
+            norm.replace_input_with(0, chosen)
+            graph.remove(norm)
+            graph.insert_after(select, norm)
 
 
 def _fold_score_scale(graph: ir.Graph) -> None:
@@ -330,6 +369,12 @@ def _fold_score_scale(graph: ir.Graph) -> None:
 
 
 def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
+    grids = Counter(node.attributes["name"].as_string() for node in graph if node.op_type == "Grid")
+    if twice := [name for name, count in grids.items() if count > 1]:
+        raise ExportError(
+            f"layer {twice[0].rpartition('.')[0]!r} runs more than once for an image, and a file is verified by "
+            "one set of codes for each layer: export this model with --format pt2"
+        )
     for node in list(graph):
         if node.domain == _DOMAIN:
             if node.op_type == "Weight":
@@ -337,7 +382,8 @@ def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
             elif layout.signed:
                 new = _signed_grid_nodes(graph, node)
             else:
-                new = _grid_nodes(graph, node, _taken_behind(graph, node) if layout.signed_operands else [])
+                behind = _taken_behind(graph, node) if layout.signed_operands else []
+                new = _grid_nodes(graph, node, behind, by_hand=_between_grids(node, layout))
             before = node.outputs[0]
             after = new[-1].outputs[0]
             after.type = before.type
@@ -373,8 +419,27 @@ def _taken_behind(graph: ir.Graph, grid: ir.Node) -> list[_Behind]:
     return behind
 
 
-def _grid_nodes(graph: ir.Graph, node: ir.Node, behind: Sequence[_Behind]) -> list[ir.Node]:
-    """Behind: what is done to the codes, which are int8 then."""
+def _between_grids(grid: ir.Node, layout: Layout) -> bool:
+    """Whether a convolution stands between this grid and the next, with nothing else that computes but ReLU and Clip.
+
+    One that becomes a ConvInteger (`_integer_convolutions`) does not count.
+
+    ONNX Runtime (1.31) rounds the weights of such a convolution to 8 bits for the whole tensor (its pass
+    WeightBiasQuantization, after another that moves a QuantizeLinear before what only moves values).
+    """
+    passed = ("Conv", "Relu", "Clip", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "MaxPool")
+    for use in grid.outputs[0].uses():
+        node = use.node
+        while node.op_type in passed and len(node.outputs[0].uses()) == 1:
+            node = node.outputs[0].uses()[0].node
+        in_float = use.node.op_type == "Conv" and not (layout.integer_convolutions and not _has_groups(use.node))
+        if in_float and node.op_type in ("Grid", "QuantizeLinear"):
+            return True
+    return False
+
+
+def _grid_nodes(graph: ir.Graph, node: ir.Node, behind: Sequence[_Behind], by_hand: bool) -> list[ir.Node]:
+    """Behind: what is done to the codes, which are int8 then. By hand: without a DequantizeLinear."""
     name, bits = node.attributes["name"].as_string(), node.attributes["bits"].as_int()
     x, scale, zero = node.inputs[0], _numbers(node.inputs[1]), _numbers(node.inputs[2])
     top, nodes = np.float32((1 << bits) - 1), []
@@ -411,12 +476,13 @@ def _grid_nodes(graph: ir.Graph, node: ir.Node, behind: Sequence[_Behind]) -> li
         scale = scale * np.float32(node.attributes["gain"].as_float())
         step = _constant(graph, f"{name}.scale_with_gain", scale)
     codes = nodes[-1].outputs[0]
-    if not axis:
+    if not axis and not by_hand:
         return [*nodes, ir.node("DequantizeLinear", [codes, step, zero_point], name=f"{name}.dequantize")]
-    # By hand: ONNX Runtime (1.31) fuses a DequantizeLinear of many zero points into a product that it cannot compute.
+    # ONNX Runtime (1.31) also fuses a DequantizeLinear of many zero points into a product that it cannot compute.
     cast = ir.node("Cast", [codes], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
     zeros, steps = (
-        _constant(graph, f"{name}.{key}", n.reshape(-1, 1, 1)) for key, n in (("zeros", zero + moved), ("steps", scale))
+        _constant(graph, f"{name}.{key}", n.reshape(-1, 1, 1) if axis else n)
+        for key, n in (("zeros", zero + moved), ("steps", scale))
     )
     shifted = ir.node("Sub", [cast.outputs[0], zeros], name=f"{name}.subtract")
     return [*nodes, cast, shifted, ir.node("Mul", [shifted.outputs[0], steps], name=f"{name}.dequantize")]
@@ -456,9 +522,10 @@ def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Nod
     packed = bits <= 4 and layout.opset >= OPSET
     stored = ir.Tensor(codes.astype(ir.DataType.INT4.numpy()), dtype=ir.DataType.INT4) if packed else ir.tensor(codes)
     value = _constant(graph, f"{name}{CODES}", stored)
-    if not layout.signed and all(use.node.op_type == "Conv" for use in node.outputs[0].uses()):
-        # A convolution of images in float: a product of constants is folded at load, and the runtime may then lay the
-        # weights out as it likes. A DequantizeLinear it would keep, and compute for every batch.
+    if not layout.signed and all(_in_float(use.node) for use in node.outputs[0].uses()):
+        # A product of constants is folded at load, and the runtime may then lay the weights out as it likes. Behind a
+        # DequantizeLinear it would compute them for every batch (Conv), or round the other operand too (MatMul: ONNX
+        # Runtime 1.31 makes a MatMulNBits of 8 bits of it).
         cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.cast")
         shape = [-1 if i == axis else 1 for i in range(codes.ndim)]
         factors = _constant(graph, f"{name}.scale", scale.reshape(shape))
@@ -469,6 +536,92 @@ def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Nod
         value = nodes[0].outputs[0]
     step = _constant(graph, f"{name}.scale", scale)
     return [*nodes, ir.node("DequantizeLinear", [value, step], {"axis": axis}, name=f"{name}.dequantize")]
+
+
+def _multiply_codes(graph: ir.Graph) -> None:
+    """x @ W + bias between DequantizeLinear: multiply the codes, and then by the scales of both.
+
+    The scales of x come from one DequantizeLinear of ones. That is the one operator of constants that ONNX Runtime
+    does not fold, and it looks for the product of two scales: folded into one number for each channel it would find no
+    layer.
+    """
+    layers = [found for node in graph if (found := _layer(node))]
+    if not layers:
+        return
+    grids = list(dict.fromkeys(x for _, x, _ in layers))
+    scales = np.stack([_numbers(x.inputs[1]) for x in grids])
+    ones = _constant(graph, "ones", np.ones(len(grids), np.uint8))
+    values = ir.node("DequantizeLinear", [ones, _constant(graph, "scales", scales)], {"axis": 0}, name="scales.values")
+    split = ir.node("Split", values.outputs, {"num_outputs": len(grids)}, num_outputs=len(grids), name="scales.split")
+    graph.insert_before(next(iter(graph)), [values, split])
+    scale_of = dict(zip(grids, split.outputs, strict=True))
+    for product, x, weight in layers:
+        name = weight.name.removesuffix(".dequantize")
+        codes = ir.node("MatMulInteger", [x.inputs[0], weight.inputs[0], x.inputs[2]], name=f"{name}.multiply")
+        cast = ir.node("Cast", codes.outputs, {"to": int(ir.DataType.FLOAT)}, name=f"{name}.to_float")
+        steps = ir.node("Mul", [scale_of[x], weight.inputs[1]], name=f"{name}.steps")
+        values = ir.node("Mul", [cast.outputs[0], steps.outputs[0]], name=f"{name}.values")
+        values.outputs[0].type, values.outputs[0].shape = product.outputs[0].type, product.outputs[0].shape
+        new = [codes, cast, steps, values]
+        ir.convenience.replace_nodes_and_values(graph, product, [product], new, product.outputs, values.outputs)
+    for node in dict.fromkeys(node for _, *pair in layers for node in pair):
+        if not node.outputs[0].uses():
+            graph.remove(node, safe=True)
+
+
+def _layer(product: ir.Node) -> tuple[ir.Node, ir.Node, ir.Node] | None:
+    """A MatMul of dequantized activations and a dequantized weight, before a bias: it, and what dequantizes both."""
+    uses = list(product.outputs[0].uses()) if product.op_type == "MatMul" else []
+    if [use.node.op_type for use in uses] != ["Add"] or uses[0].node.inputs[1 - uses[0].idx].const_value is None:
+        return None
+    x, weight = (value.producer() for value in product.inputs)
+    if x is None or weight is None or {x.op_type, weight.op_type} != {"DequantizeLinear"}:
+        return None
+    return (product, x, weight) if len(weight.inputs) == 2 else None  # weights have no zero point
+
+
+def _has_groups(node: ir.Node) -> bool:
+    return node.op_type == "Conv" and node.attributes["group"].as_int() > 1
+
+
+def _in_float(product: ir.Node) -> bool:
+    """Whether no grid is before a product; also a convolution of groups, in which integers are no faster."""
+    if _has_groups(product):
+        return True
+    before = product.inputs[0].producer()  # type: ignore[union-attr]
+    dequantized = before is not None and str(before.name).endswith(".dequantize")  # by a Mul
+    return before is None or not (before.op_type in ("Grid", "DequantizeLinear") or dequantized)
+
+
+def _integer_convolutions(graph: ir.Graph) -> None:
+    """DequantizeLinear, DequantizeLinear -> Conv becomes ConvInteger, and the steps and the bias behind it.
+
+    ONNX Runtime (1.31) computes the former in float, or, before a QuantizeLinear, gives other codes: probably it
+    quantizes the weights or the bias once more.
+    """
+    for node in list(graph):
+        x, weight = (
+            (value and value.producer() for value in node.inputs[:2]) if node.op_type == "Conv" else (None, None)
+        )
+        if x is None or weight is None or {x.op_type, weight.op_type} != {"DequantizeLinear"}:
+            continue
+        name, shape = weight.name.removesuffix(".dequantize"), (-1, 1, 1)
+        scale = _constant(graph, f"{name}.scale", _numbers(weight.inputs[1]).reshape(shape))
+        codes = ir.node(
+            "ConvInteger", [x.inputs[0], weight.inputs[0], x.inputs[2]], node.attributes, name=f"{name}.convolve"
+        )
+        cast = ir.node("Cast", [codes.outputs[0]], {"to": int(ir.DataType.FLOAT)}, name=f"{name}.sums")
+        step = ir.node("Mul", [x.inputs[1], scale], name=f"{name}.step")  # of constants: folded at load
+        new = [codes, cast, step, ir.node("Mul", [cast.outputs[0], step.outputs[0]], name=f"{name}.scaled")]
+        if len(node.inputs) > 2 and node.inputs[2] is not None:
+            bias = _constant(graph, f"{name}.bias", _numbers(node.inputs[2]).reshape(shape))
+            new.append(ir.node("Add", [new[-1].outputs[0], bias], name=f"{name}.biased"))
+        before, after = node.outputs[0], new[-1].outputs[0]
+        after.type, after.shape = before.type, before.shape
+        ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
+        for left in (x, weight):
+            if not left.outputs[0].uses():
+                graph.remove(left, safe=True)
 
 
 def _numbers(value: ir.Value) -> np.ndarray:

@@ -33,7 +33,7 @@ except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
 from maskaq.artifact.export.metadata import PREFIX, REMEDY, ours
-from maskaq.artifact.export.onnx import CODES, OUTPUT, PLAIN, export_onnx
+from maskaq.artifact.export.onnx import CODES, OUTPUT, QDQ, export_onnx
 from maskaq.artifact.export.verify import (
     NEAR,
     Pass,
@@ -58,7 +58,7 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
     path = Path(file)
     with tempfile.TemporaryDirectory() as folder:
         onnx = Path(folder) / "model.onnx"
-        program = _CORE.read_model(export_onnx(model, onnx, metadata, PLAIN))
+        program = _CORE.read_model(export_onnx(model, onnx, metadata, QDQ))
         nodes = {node.get_friendly_name(): node for node in program.get_ops()}
         for name, grid in grids_of(model).items():
             _fuse_grid(nodes, name, grid)

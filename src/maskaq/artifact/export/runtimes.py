@@ -1,6 +1,5 @@
 """How fast exported files run on this CPU: interleaved in one process, beside float32 and other runtimes."""
 
-import importlib.util
 import statistics
 import tempfile
 import time
@@ -24,7 +23,8 @@ from maskaq.artifact.export.verify import onnx, onnxruntime, session
 from maskaq.errors import ExportError, MaskaqError
 
 FLOAT_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
-INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm")
+INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm", "ConvInteger")
+_READERS = {".onnx": "onnxruntime", ".xml": "openvino", ".pte": "executorch"}
 _IMAGES = 16
 """At least so many pass in one measurement: below, the clock and the scheduler show."""
 
@@ -128,7 +128,8 @@ def runnable(file: str | Path, threads: int = 0) -> nn.Module:
         model = ExecutorchModel(file, threads)
     else:
         model = OnnxModel(file, threads)
-    model.num_classes = metadata_of(file).get("classes")  # type: ignore[assignment]  # tells its task
+    notes = metadata_of(file)
+    model.num_classes, model.pretrained_cfg = notes.get("classes"), {"task": notes.get("task")}  # type: ignore[assignment]
     return model
 
 
@@ -152,24 +153,19 @@ class Candidate:
 def bench_files(
     files: Mapping[str, str | Path], *, batches: Sequence[int] = (1, 32), threads: int = 2, repeats: int = 10
 ) -> Iterator[Speed]:
-    """Speeds of named files, the first an ONNX file: in ONNX Runtime, and where it is installed in OpenVINO.
+    """Speeds of named files, each in the runtime it was written for; the first is an ONNX file.
 
-    Programs of ExecuTorch run in it alone.
+    Beside files of OpenVINO the first is timed in OpenVINO too. Our other ONNX files are not: they are laid out for
+    ONNX Runtime.
     """
-    size = metadata_of(next(iter(files.values())))["input_size"]
+    (first, reference), *_ = files.items()
     candidates = [
-        Candidate(name, "onnxruntime", bytes_of(file) / 1e6, partial(runner, file))
+        Candidate(name, _READERS[Path(file).suffix], bytes_of(file) / 1e6, partial(runner, file))
         for name, file in files.items()
-        if Path(file).suffix == ".onnx"
     ]
-    others = [(name, file) for name, file in files.items() if not of_executorch(file)]
-    if importlib.util.find_spec("openvino") or any(of_openvino(file) for file in files.values()):
-        candidates += [Candidate(n, "openvino", bytes_of(f) / 1e6, partial(_openvino, f)) for n, f in others]
-    candidates += [
-        Candidate(name, "executorch", bytes_of(file) / 1e6, partial(runner, file))
-        for name, file in files.items()
-        if of_executorch(file)
-    ]
+    if any(candidate.runtime == "openvino" for candidate in candidates):
+        candidates.insert(1, Candidate(first, "openvino", bytes_of(reference) / 1e6, partial(_openvino, reference)))
+    size = metadata_of(reference)["input_size"]
     yield from bench(candidates, size, batches=batches, threads=threads, repeats=repeats)
 
 

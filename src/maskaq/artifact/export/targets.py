@@ -4,8 +4,9 @@ from torch import nn
 
 from maskaq.errors import ExportError
 from maskaq.quant.deployed import CodedWeight, DeployedLinear, FixedGrid, LogGrid
+from maskaq.tasks import task_of
 
-TARGETS = ("cpu", "tensorrt")
+TARGETS = ("cpu", "qdq", "tensorrt")
 """What an ONNX file is laid out for."""
 PRECISIONS = ("f32", "bf16")
 """Of all that is not quantized, in OpenVINO."""
@@ -21,6 +22,15 @@ def check_options(format: str, target: str, precision: str) -> None:
 
 def check_grids(model: nn.Module, format: str, target: str = "cpu") -> None:
     """ExportError that names the setting that would do, if the runtime cannot compute a model's grids."""
+    task = task_of(model).name
+    if task == "detection":
+        raise ExportError(
+            "a detector cannot be exported yet, as it chooses boxes between its layers: use the saved model, "
+            "maskaq.from_pretrained(FOLDER).detect(images)"
+        )
+    if task == "segmentation" and (format == "executorch" or target == "tensorrt"):
+        what = "--format executorch" if format == "executorch" else f"--target {target}"
+        raise ExportError(f"{what} has not been tried for segmenters: expected --format onnx, openvino or pt2")
     if target == "tensorrt":
         _check_tensorrt(model)
     if format == "executorch":

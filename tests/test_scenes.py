@@ -4,6 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from maskaq.cli.arguments import DataOptions
+from maskaq.cli.evaluation import EvaluationImages
+from maskaq.errors import DataError
+from maskaq.models.hosts import embedded_model
 from maskaq.randomness import image_keys
 from maskaq.zoo.scenes import CLASSES, MOST, boxes_of_masks, draw, scene
 
@@ -96,3 +100,12 @@ def test_an_object_is_seen_against_its_ground(scenes):
                 pixels = found.image.float()
                 differ.append((pixels[:, mask].mean(dim=1) - pixels[:, around].mean(dim=1)).abs().max())
     assert torch.stack(differ).quantile(0.1) > 8
+
+
+def test_as_many_scenes_are_drawn_as_data_asks_for():
+    model = embedded_model("scenes_segmenter")
+    assert len(EvaluationImages(DataOptions("scenes:3"))(model).dataset) == 3
+    assert len(EvaluationImages(DataOptions("scenes"))(model).dataset) == 500
+    for wrong in ("scenes:0", "scenes:-1", "scenes:many"):
+        with pytest.raises(DataError, match="number of scenes"):
+            EvaluationImages(DataOptions(wrong))(model)

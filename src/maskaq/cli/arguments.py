@@ -227,7 +227,8 @@ def add_data(parser: argparse.ArgumentParser, required: bool = False, old_name: 
         metavar="DIR",
         required=required,
         help=f"one sub-folder of images per class, or {DEMO_DATA}, the packaged 1,000; for a detector a folder like "
-        f"COCO's, for a segmenter one like ADE20K's, or {SCENES_DATA}, 500 procedural ones",
+        f"COCO's, for a segmenter one like ADE20K's, or {SCENES_DATA}, 500 procedural ones "
+        f"({SCENES_DATA}:N for N of them)",
     )
     group.add_argument(
         "--class-index",

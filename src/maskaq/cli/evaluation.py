@@ -13,7 +13,7 @@ from maskaq.cli.arguments import DEMO_DATA, SCENES_DATA, DataOptions, ModelOptio
 from maskaq.errors import DataError, ModelError
 from maskaq.images.ade20k import ade20k_folder
 from maskaq.images.coco import coco_folder
-from maskaq.images.scenes import scene_images
+from maskaq.images.scenes import COUNT, scene_images
 from maskaq.images.sets import TensorImages, image_folder
 from maskaq.models import data_config
 from maskaq.progress import Progress
@@ -22,7 +22,7 @@ from maskaq.tasks import CALIBRATED, FULL_PRECISION, Evaluation, evaluate, task_
 
 _ANNOTATED = {"detection": coco_folder, "segmentation": ade20k_folder}
 """Task -> reader of a folder of annotated images."""
-_SCENES_AT_ONCE = 25
+_SCENES_AT_ONCE = 10
 
 Accuracy = dict[str, Evaluation | str]
 """A row for each model, or why there is none."""
@@ -50,8 +50,9 @@ class EvaluationImages:
         assert options.data is not None
         task = task_of(model).name
         if task in _ANNOTATED:
-            if options.data == SCENES_DATA:
-                return scene_images(model, workers=options.readers, batch=_SCENES_AT_ONCE)
+            name, _, count = options.data.partition(":")
+            if name == SCENES_DATA:
+                return scene_images(model, _number_of_scenes(count), workers=options.readers, batch=_SCENES_AT_ONCE)
             return _ANNOTATED[task](options.data, model, workers=options.readers)
         if options.data == DEMO_DATA:
             return _demo_batches(model)
@@ -63,6 +64,13 @@ class EvaluationImages:
             interpolation=options.interpolation,
             workers=options.readers,
         )
+
+
+def _number_of_scenes(text: str) -> int:
+    """What stands behind the colon of --data scenes:N."""
+    if text and not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise DataError(f"--data {SCENES_DATA}:N: expected a number of scenes above 0, got {text!r}")
+    return int(text or COUNT)
 
 
 def evaluation_images(options: DataOptions) -> EvaluationImages | None:

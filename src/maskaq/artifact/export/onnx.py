@@ -506,14 +506,23 @@ def _signed_grid_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
 
 
 def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray) -> list[ir.Node]:
-    """From 0 .. 255 to the nearest level."""
-    table = _constant(graph, f"{name}.table", level_table(torch.from_numpy(levels)).numpy().astype(np.uint8))
+    """From 0 .. 255 to the nearest level.
+
+    Every head of every image has a row with the table: ONNX Runtime looks up rows on several threads, but not one row.
+    """
+    nearest = level_table(torch.from_numpy(levels)).numpy().astype(np.uint8)
+    table = _constant(graph, f"{name}.table", nearest.reshape(1, 1, -1))
+    rows = _constant(graph, f"{name}.rows", np.array([0, 0, -1]))
+    one = _constant(graph, f"{name}.one", np.array([1]))
     shape = ir.node("Shape", [codes], name=f"{name}.shape")
-    flat = ir.node("Reshape", [codes, _constant(graph, f"{name}.flat", np.array([-1]))], name=f"{name}.flatten")
+    flat = ir.node("Reshape", [codes, rows], name=f"{name}.flatten")
+    heads = ir.node("Shape", [flat.outputs[0]], {"start": 0, "end": 2}, name=f"{name}.heads")
+    each = ir.node("Concat", [heads.outputs[0], one], {"axis": 0}, name=f"{name}.each_head")
+    tables = ir.node("Expand", [table, each.outputs[0]], name=f"{name}.tables")
     index = ir.node("Cast", [flat.outputs[0]], {"to": int(ir.DataType.INT32)}, name=f"{name}.index")
-    found = ir.node("GatherElements", [table, index.outputs[0]], name=f"{name}.lookup")
+    found = ir.node("GatherElements", [tables.outputs[0], index.outputs[0]], {"axis": 2}, name=f"{name}.lookup")
     back = ir.node("Reshape", [found.outputs[0], shape.outputs[0]], name=f"{name}.levels")
-    return [shape, flat, index, found, back]
+    return [shape, flat, heads, each, tables, index, found, back]
 
 
 def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Node]:

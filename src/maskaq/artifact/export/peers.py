@@ -5,6 +5,7 @@ All at 8 bits, with the settings that their own pages recommend for a transforme
 
 import copy
 import importlib.util
+import logging
 import tempfile
 import warnings
 from functools import partial
@@ -50,11 +51,14 @@ def make_peers(
         if calibrated_on and not needs_images:
             continue
         label = f"{name}, {calibrated_on}" if calibrated_on else name
+        logging.disable(logging.WARNING)  # ONNX Runtime logs a line for each LayerNorm, once per set of images
         try:
             peers.append(makers[name](label, Path(folder)))
         except Exception as error:  # every tool raises classes of its own
             reason = str(error).strip().splitlines()
             raise ExportError(f"{name} could not quantize the model: {reason[-1] if reason else error!r}") from error
+        finally:
+            logging.disable(logging.NOTSET)
     return peers
 
 

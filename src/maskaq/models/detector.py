@@ -8,7 +8,7 @@ Images are normalised, (B, 3, H, W) of any size; a box is left, top, right, bott
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torchvision.models.detection.faster_rcnn import TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RPNHead
-from torchvision.ops import FeaturePyramidNetwork, batched_nms, clip_boxes_to_image, roi_align
+from torchvision.ops import FeaturePyramidNetwork, clip_boxes_to_image, nms, roi_align
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from maskaq.boxes import ROI_UNITS, decoded
@@ -26,6 +26,8 @@ from maskaq.models.windows import on_swin, padded
 STRIDES = (4, 8, 16, 32, 64)
 RATIOS = (0.5, 1.0, 2.0)
 """Height by width of the anchors."""
+OBJECTS = ("boxes", "labels", "scores", "masks")
+"""Of the outputs of `MaskRCNN.objects`, the objects themselves."""
 _BOX_SIZE, _MASK_SIZE = 7, 14  # of pooled features
 _PROPOSAL_NMS, _DETECTION_NMS = 0.7, 0.5
 _LEAST_SCORE = 0.05
@@ -82,6 +84,8 @@ class MaskRCNN(nn.Module):
         )
         self.anchor_scale, self.finest = anchor_scale, finest
         self.proposals, self.per_level, self.detections = proposals, per_level, detections
+        self.proposal_nms = Suppression(_PROPOSAL_NMS, -math.inf, proposals)
+        self.object_nms = Suppression(_DETECTION_NMS, _LEAST_SCORE, detections)
         self.backbone = backbone
         self.norms = nn.ModuleList(nn.LayerNorm(c) for c in channels)
         self.fpn = FeaturePyramidNetwork(list(channels), width, extra_blocks=LastLevelMaxPool())
@@ -185,14 +189,41 @@ class MaskRCNN(nn.Module):
         A box is pooled from every level, but is empty, and so 0, on all but its own: fixed shapes at no cost.
         """
         flat = boxes.flatten(0, 1).float()  # half precision would move edges by pixels
-        image = torch.arange(len(boxes), device=boxes.device)[:, None].expand(boxes.shape[:2]).flatten()
+        image = torch.arange(boxes.shape[0], device=boxes.device)[:, None].expand(boxes.shape[:2]).flatten()
         side = ((flat[:, 2] - flat[:, 0]) * (flat[:, 3] - flat[:, 1])).sqrt()
-        level = torch.log2(side / self.finest + 1e-6).floor().clamp(0, 3)
+        ratio = side / self.finest + 1e-6
+        level = (ratio >= 2).int() + (ratio >= 4).int() + (ratio >= 8).int()  # runtimes have unlike logarithms
         pooled = torch.zeros((), device=boxes.device)
         for number, (feature, stride) in enumerate(zip(features[:4], STRIDES, strict=False)):
             rois = torch.cat([image[:, None].float(), flat * (level == number)[:, None]], dim=1)
             pooled = pooled + roi_align(feature.float(), rois, size, 1 / stride, sampling_ratio=0, aligned=True)
         return pooled.to(features[0].dtype)
+
+    def objects(self, images: Tensor, given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The objects of images, best first, and what they are chosen from, in fixed shapes: what a file computes.
+
+        Args:
+            given: outputs of another program for the same model: each step starts from those of the step before, so
+                that a choice that turned for float rounding changes no more than itself.
+
+        Returns:
+            objectness, deltas; proposals (B, P, 4), empty ones last; class_logits, box_deltas of the proposals;
+            boxes (B, n, 4), labels (B, n) from 0, scores (B, n), 0 of objects that are not there; masks (B, n, 28, 28),
+            probabilities over the box
+        """
+        given, size = dict(given or {}), image_size(images)
+        features = self.features(images)
+        found = dict(zip(("objectness", "deltas"), self.rpn(features), strict=True))
+        start = found | given
+        found["proposals"] = self.propose(start["objectness"], start["deltas"], self.anchors(features), size)
+        proposals = (found | given)["proposals"]
+        found["class_logits"], found["box_deltas"] = self.classify(features, proposals)
+        start = found | given
+        found |= self.choose(proposals, start["class_logits"], start["box_deltas"], size)
+        start = found | given
+        logits = self.segment(features, start["boxes"])
+        own = start["labels"][..., None, None, None].expand(-1, -1, 1, *logits.shape[-2:])
+        return found | {"masks": logits.gather(2, own).squeeze(2).sigmoid()}
 
     @torch.no_grad()
     def detect(
@@ -201,44 +232,60 @@ class MaskRCNN(nn.Module):
         """Objects of each image, best first: `boxes` (n, 4), `labels` (n,) from 0, `scores`, `masks` (n, H, W) bool.
 
         Args:
-            most: objects of an image; by default `detections` of the model.
+            most: fewer objects of an image than `detections` of the model.
             sizes: height and width of each image before it was resized: boxes and masks are those of that one.
         """
-        size = image_size(images)
-        features = self.features(images)
-        boxes, there = _stacked(self._proposals(*self.rpn(features), self.anchors(features), size))
-        logits, deltas = self.classify(features, boxes)
-        scores = logits.softmax(dim=-1)[..., 1:] * there[..., None]
-        moved = clip_boxes_to_image(decoded(boxes[:, :, None], deltas, ROI_UNITS), size)
-        found = [_best(*of_image, most or self.detections) for of_image in zip(moved, scores, strict=True)]
-        logits = self.segment(features, _stacked([boxes for boxes, _, _ in found])[0])
-        detections = []
-        for (boxes, labels, scores), masks, (height, width) in zip(
-            found, logits, sizes or [size] * len(images), strict=True
-        ):
-            own = masks[torch.arange(len(labels), device=labels.device), labels]
-            boxes = boxes * boxes.new_tensor([width / size[1], height / size[0]] * 2)
-            pasted = paste(own.sigmoid(), boxes, (height, width)) >= 0.5
-            detections.append({"boxes": boxes, "labels": labels, "scores": scores, "masks": pasted})
-        return detections
+        return placed(self.objects(images), image_size(images), sizes, most)
 
-    def _proposals(self, objectness: Tensor, deltas: Tensor, anchors: Tensor, size: tuple[int, int]) -> list[Tensor]:
-        """Boxes of each image: the best of each level, less those that overlap better ones of their level."""
+    def propose(self, objectness: Tensor, deltas: Tensor, anchors: Tensor, size: tuple[int, int]) -> Tensor:
+        """(B, P, 4): the best boxes of each level, less those that overlap better ones of it; empty ones at the end."""
         best, levels, start = [], [], 0
         for number, length in enumerate(self._lengths(size)):
             part = objectness[:, start : start + length].topk(min(self.proposals, length), dim=1).indices
             best.append(start + part)
-            levels.append(torch.full_like(part[0], number))
+            levels += [number] * part.shape[1]
             start += length
-        index, level = torch.cat(best, dim=1), torch.cat(levels)
+        index = torch.cat(best, dim=1)
         boxes = self.boxes_of(anchors[index], deltas.gather(1, index[..., None].expand(-1, -1, 4)), size)
-        scores = objectness.gather(1, index)
-        kept = []
-        for of_image, score in zip(boxes, scores, strict=True):
-            solid = ((of_image[:, 2:] - of_image[:, :2]) > 0).all(dim=1).nonzero()[:, 0]
-            chosen = solid[batched_nms(of_image[solid], score[solid], level[solid], _PROPOSAL_NMS)]
-            kept.append(of_image[chosen[: self.proposals]])
-        return kept
+        scores = objectness.gather(1, index).float().masked_fill(~_is_solid(boxes), -math.inf)
+        left = self.proposal_nms(_apart(boxes, torch.tensor(levels, device=boxes.device), size), scores)
+        scores, index = scores.masked_fill(~left, -math.inf).topk(min(self.proposals, scores.shape[1]), dim=1)
+        return boxes.gather(1, index[..., None].expand(-1, -1, 4)) * (scores > -math.inf)[..., None]
+
+    def choose(
+        self, proposals: Tensor, class_logits: Tensor, box_deltas: Tensor, size: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        """The best boxes of all classes, less those that overlap better ones of their class, with labels and scores."""
+        scores = class_logits.softmax(dim=-1)[..., 1:] * _is_solid(proposals)[..., None]
+        boxes = clip_boxes_to_image(decoded(proposals[:, :, None], box_deltas, ROI_UNITS), size).flatten(1, 2)
+        label = torch.arange(self.num_classes, device=boxes.device).repeat(proposals.shape[1])
+        scores = scores.flatten(1)
+        left = self.object_nms(_apart(boxes, label, size), scores)
+        scores, index = scores.masked_fill(~left, 0).topk(min(self.detections, scores.shape[1]), dim=1)
+        boxes = boxes.gather(1, index[..., None].expand(-1, -1, 4)) * (scores > 0)[..., None]
+        return {"boxes": boxes, "labels": index % self.num_classes, "scores": scores}
+
+
+class Suppression(nn.Module):
+    """Non-maximum suppression. A module: an exported file has an operator in its place.
+
+    Args:
+        overlap: intersection over union above which the worse of two boxes goes.
+        least: score above which a box counts at all.
+        most: boxes that are left of an image, at most.
+    """
+
+    def __init__(self, overlap: float, least: float, most: int) -> None:
+        super().__init__()
+        self.overlap, self.least, self.most = overlap, least, most
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        """(B, N, 4), (B, N) -> (B, N) bool: which boxes are left."""
+        left = torch.zeros_like(scores, dtype=torch.bool)
+        for row, own, score in zip(left, boxes, scores, strict=True):
+            there = (score > self.least).nonzero()[:, 0]
+            row[there[nms(own[there], score[there], self.overlap)[: self.most]]] = True
+        return left
 
 
 def mask_rcnn(backbone: str, num_classes: int, img_size: int | tuple[int, int], **arguments: Any) -> MaskRCNN:
@@ -268,17 +315,28 @@ def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     return F.grid_sample(masks[:, None], grid, align_corners=False)[:, 0]
 
 
-def _best(boxes: Tensor, scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes, labels and scores of an image: (R, K, 4) and (R, K) without doubles of a class, best first."""
-    roi, label = (scores > _LEAST_SCORE).nonzero(as_tuple=True)
-    boxes, scores = boxes[roi, label], scores[roi, label]
-    kept = batched_nms(boxes, scores, label, _DETECTION_NMS)[:most]
-    return boxes[kept], label[kept], scores[kept]
+def placed(
+    found: Mapping[str, Tensor],
+    size: tuple[int, int],
+    sizes: Sequence[tuple[int, int]] | None = None,
+    most: int | None = None,
+) -> list[dict[str, Tensor]]:
+    """`MaskRCNN.detect` from `MaskRCNN.objects` of images of a height and a width."""
+    count = len(found["scores"])
+    detections = []
+    for number, (height, width) in zip(range(count), sizes or [size] * count, strict=True):
+        there = found["scores"][number, :most] > 0
+        boxes, labels, scores, masks = (found[name][number, :most][there] for name in OBJECTS)
+        boxes = boxes * boxes.new_tensor([width / size[1], height / size[0]] * 2)
+        pasted = paste(masks, boxes, (height, width)) >= 0.5
+        detections.append({"boxes": boxes, "labels": labels, "scores": scores, "masks": pasted})
+    return detections
 
 
-def _stacked(boxes: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Different numbers of boxes as (B, R, 4), filled up with empty ones, and (B, R) which are there; R at least 1."""
-    most = max(1, *(len(own) for own in boxes))
-    stacked = torch.stack([F.pad(own, (0, 0, 0, most - len(own))) for own in boxes])
-    lengths = torch.tensor([len(own) for own in boxes], device=stacked.device)
-    return stacked, torch.arange(most, device=stacked.device) < lengths[:, None]
+def _is_solid(boxes: Tensor) -> Tensor:
+    return (boxes[..., 2:] > boxes[..., :2]).all(dim=-1)
+
+
+def _apart(boxes: Tensor, group: Tensor, size: tuple[int, int]) -> Tensor:
+    """Boxes (B, N, 4) of an image moved apart, so that those of two groups (N,) do not overlap."""
+    return boxes + (max(size) + 1.0) * group[:, None]

@@ -107,9 +107,86 @@ def test_a_runtime_that_was_not_tried_is_refused_with_those_that_work(segmenter,
 # ---- detector
 
 
-def test_a_detector_is_refused_with_what_works(tmp_path):
+def small_detector(bits="w4a8", **settings):
     torch.manual_seed(0)
-    model = deployed(mask_rcnn(num_classes=5, box_width=24, mask_width=12, mask_layers=1, proposals=30, **SWIN))
-    with pytest.raises(ExportError, match="from_pretrained"):
-        export(model, tmp_path / "model.onnx", "onnx", images_for(model))
+    heads = dict(box_width=24, mask_width=12, mask_layers=1, anchor_scale=5, finest=14, proposals=30, detections=10)
+    return deployed(mask_rcnn(num_classes=5, **heads, **SWIN), bits, **settings)
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    """A model, its file, and what its verification found."""
+    model, file = small_detector(), tmp_path_factory.mktemp("detector") / "model.onnx"
+    return model, file, export(model, file, "onnx", images_for(model))
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_a_detectors_file_finds_its_objects(detector):
+    from maskaq.artifact.export.runtimes import runnable
+
+    model, file, verified = detector
+    images = images_for(model)
+    sizes = [(64, 96), (128, 96), (32, 32)]
+    found = runnable(file).detect(images, sizes)
+    assert verified.agreement == 1
+    for ours, theirs, size in zip(model.detect(images, sizes=sizes), found, sizes, strict=True):
+        assert len(ours["boxes"]) and theirs["masks"].shape[1:] == size
+        assert torch.equal(ours["labels"], theirs["labels"])
+        torch.testing.assert_close(ours["boxes"], theirs["boxes"], rtol=1e-3, atol=1e-2)
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_every_quantizer_of_a_detector_is_verified_in_integers(detector):
+    from maskaq.artifact.export.runtimes import operators, products
+
+    model, file, verified = detector
+    assert verified.sites == sum(isinstance(m, FixedGrid) for m in model.modules()) > 0
+    assert verified.turned <= 1e-3 * verified.codes
+    assert products(file).in_float == 0
+    left = operators(file)
+    assert left["Conv"] == 1  # that of the images is in float
+    assert left["NonMaxSuppression"] == 2 and left["RoiAlign"] == 8
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_a_detectors_file_takes_any_number_of_images_and_says_what_it_gives(detector):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from maskaq.artifact.export.runtimes import metadata_of
+
+    model, file, _ = detector
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    for count in (1, 2):
+        found = session.run(None, {"images": images_for(model, count).numpy()})
+        assert [x.shape for x in found] == [(count, 10, 4), (count, 10), (count, 10), (count, 10, 28, 28)]
+    assert [x.name for x in session.get_outputs()] == list(metadata_of(file)["outputs"])
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_a_detectors_file_with_other_codes_is_refused(detector, tmp_path):
+    """Of a layer that runs at every level of the pyramid, the last time."""
+    import onnx
+
+    from maskaq.artifact.export.verify import verify
+
+    model, file, _ = detector
+    proto = onnx.load(file)
+    (scale,) = (x for x in proto.graph.initializer if x.name == "rpn_head.conv.0.0.grid.4.scale")
+    scale.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(scale) * 1.5, scale.name))
+    onnx.save(proto, tmp_path / "wrong.onnx")
+    with pytest.raises(ExportError, match=r"rpn_head\.conv\.0\.0\.grid"):
+        verify(tmp_path / "wrong.onnx", model, images_for(model))
+
+
+@pytest.mark.parametrize(
+    ("format", "target", "suffix"),
+    [("openvino", "cpu", "xml"), ("executorch", "cpu", "pte"), ("pt2", "cpu", "pt2"), ("onnx", "tensorrt", "onnx")],
+)
+def test_what_was_not_tried_for_detectors_is_refused_with_what_works(format, target, suffix, tmp_path):
+    model = small_detector()
+    with pytest.raises(ExportError, match="expected --format onnx$"):
+        export(model, tmp_path / f"model.{suffix}", format, images_for(model), target=target)
     assert not list(tmp_path.iterdir())

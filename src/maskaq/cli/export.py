@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "write a finished run's model for other runtimes, and verify the file; or its images for other tools"
 RESUMABLE = False
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
+_VERIFIED_PIXELS = _VERIFIED_ON * 224**2  # of all of them: codes of every layer are in memory at once
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     formats.check_options(format, arguments.target, arguments.precision)
     file = formats.check_target(arguments.output or path / f"model{formats.SUFFIXES[format]}", format)
     model, images = deployed_model(path, _VERIFIED_ON)
+    images = images[: max(1, _VERIFIED_PIXELS // images[0, 0].numel())]
     formats.check_grids(model, format, arguments.target)
     batches = evaluation_images(arguments.data)
     loader = batches(model) if batches else None  # a wrong folder fails early

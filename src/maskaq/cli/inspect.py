@@ -87,6 +87,8 @@ def _told(key: str, value: Any) -> str:
         return f"{len(value)}: " + "; ".join(value[:3]) + ("; ..." if len(value) > 3 else "")
     if key == "recipe" and isinstance(value, dict):
         return ", ".join(f"{table} {len(rows)} settings" for table, rows in value.items() if isinstance(rows, dict))
+    if key == "outputs" and isinstance(value, dict):
+        return "\n".join(f"{name}: {meaning}" for name, meaning in value.items())
     return value if isinstance(value, str) else json.dumps(value)
 
 

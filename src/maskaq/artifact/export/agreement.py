@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-from maskaq.tasks import task_of
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -21,21 +19,7 @@ class Agreement:
     """Correlation of the file's outputs with those of the same arithmetic in torch."""
 
 
-_MEANS = {
-    "classification": "predict the same class",
-    "features": "give features with a cosine similarity above 0.99",
-    "segmentation": "give 99 % of the pixels the same class",
-}
-
-
-def means(model: nn.Module) -> str:
-    return _MEANS[task_of(model).name]
-
-
-def share(model: nn.Module, ours: Tensor, theirs: Tensor) -> float:
-    task = task_of(model)
-    return (task.agreement({task.output: ours}, {task.output: theirs}) > 0.99).double().mean().item()
-
-
 def correlation(ours: Tensor, theirs: Tensor) -> float:
+    if torch.equal(ours, theirs):  # also where all are the same number
+        return 1.0
     return torch.corrcoef(torch.stack([ours.flatten(), theirs.flatten()]))[0, 1].item()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq.artifact.export import agreement
-from maskaq.artifact.export.agreement import Agreement
+from maskaq.artifact.export.agreement import Agreement, correlation
 from maskaq.artifact.export.metadata import REMEDY, as_text, describe
+from maskaq.artifact.export.programs import OUTPUT, program_of
 from maskaq.errors import ExportError
 from maskaq.models import geometry
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, FixedGrid, FloatWeight
@@ -134,15 +134,16 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
 def verify_executorch(file: str | Path, model: nn.Module, images: Tensor) -> Agreement:
     """Compare a program with the same arithmetic in torch, and with the deployed model; ExportError if they differ."""
     found, reference, ours = ExecutorchModel(file)(images), _dynamic(model)(images), model(images)
-    alike = agreement.correlation(reference, found)
+    alike = correlation(reference, found)
     if not alike >= ALIKE:
         raise ExportError(
             f"{file} does not compute what it should: the correlation with torch's outputs is {alike:.3f}"
         )
+    program = program_of(model)
     return Agreement(
         images=len(images),
-        means=agreement.means(model),
-        share=agreement.share(model, ours, found),
-        correlation=agreement.correlation(ours, found),
+        means=program.means(model),
+        share=program.alike(model, {OUTPUT: ours}, {OUTPUT: found}).double().mean().item(),
+        correlation=correlation(ours, found),
         reference=alike,
     )

@@ -50,8 +50,10 @@ from torch import Tensor, nn
 
 import maskaq
 from maskaq.artifact.export.metadata import PREFIX, REMEDY, as_text, describe, ours
+from maskaq.artifact.export.programs import Program, program_of
 from maskaq.errors import ExportError
 from maskaq.models import AttentionProducts, data_config
+from maskaq.models.detector import Suppression
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid, LogGrid
 from maskaq.quant.grid import level_table
 from maskaq.storage.files import write_bytes_atomic
@@ -63,13 +65,15 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'ONNX files need more packages ({error}): pip install "maskaq[onnx]"') from error
 
-INPUT, OUTPUT = "images", "logits"
+INPUT = "images"
 OPSET = 21
 """The first with INT4."""
 CODES = ".codes"
 """Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
 _DOMAIN = "maskaq"
 _OPERANDS = ("a_grid", "b_grid")
+_SEEN = "model."
+"""Begins the names of the tensors that torch's exporter writes: `_Seen` has the model under it."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +101,14 @@ LAYOUTS = {"cpu": CPU, "qdq": QDQ, "tensorrt": TENSORRT}
 def export_onnx(
     model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None, layout: Layout = CPU
 ) -> Path:
-    """Write a deployed model as ONNX: `images` (N, C, H, W), normalised -> `logits`. N is free.
+    """Write a deployed model as ONNX: `images` (N, C, H, W), normalised -> the outputs of its program. N is free.
 
     Args:
         metadata: more entries for the file's metadata, beside version, bits, image size, mean and std. What is not a
             string is written as JSON.
     """
-    description = describe(model)
-    program = _traced(_with_placeholders(model), description["input_size"], layout.opset)
+    description = describe(model) | {"outputs": dict(program_of(model).outputs)}
+    program = _traced(model, description["input_size"], layout.opset)
     _merge_transposes(program.graph)
     _select_before_norm(program.graph)
     if not layout.signed:  # TensorRT wants the same scale on both sides of the codes
@@ -120,7 +124,9 @@ def export_onnx(
 def export_float(model: nn.Module, file: str | Path) -> Path:
     """Write a timm model in full precision with torch's exporter, as the baseline of speed comparisons."""
     size = list(data_config(model)["input_size"])
-    return _write(_traced(model, size), file, {"input_size": size})
+    program = _traced(model, size)
+    _write_out_placeholders(program.graph, CPU)
+    return _write(program, file, {"input_size": size})
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
@@ -257,6 +263,36 @@ class _Parts:
         return self.parts
 
 
+class _Suppression(nn.Module):
+    def __init__(self, part: Suppression, name: str) -> None:
+        super().__init__()
+        self.attributes = {"name": name, "overlap": part.overlap, "least": part.least, "most": part.most}
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        return _placeholder("Suppression", (boxes, scores), self.attributes, scores.shape) > 0
+
+
+class _Seen(nn.Module):
+    """A model with placeholders, as a function of images alone that gives all tensors of its program.
+
+    Its name before those of the tensors keeps them apart from the constants that are written out: torch's exporter
+    shares a tensor with all that have the same values, a zero point of 128 with the width of an image.
+    """
+
+    def __init__(self, model: nn.Module, program: Program) -> None:
+        super().__init__()
+        self.model = _with_placeholders(model)
+        self.program = program
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        found = self.program.compute(self.model, images)
+        return tuple(found[name] for name in _names(self.program))
+
+
+def _names(program: Program) -> list[str]:
+    return [*program.outputs, *program.inner]
+
+
 def _placeholder(kind: str, tensors: tuple[Any, ...], attributes: dict[str, Any], shape: Sequence[int]) -> Tensor:
     return torch.onnx.ops.symbolic(
         f"{_DOMAIN}::{kind}", tensors, attributes, dtype=torch.float32, shape=shape, version=1
@@ -285,10 +321,15 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
             product.a_grid, product.b_grid = grids
             if any(map(_is_shared, grids)):
                 setattr(parent, child, _HeadProduct(*grids))
+        elif isinstance(module, Suppression):
+            setattr(parent, child, _Suppression(module, name))
     return seen
 
 
-def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> ir.Model:
+def _traced(model: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> ir.Model:
+    """The model with placeholders as torch's exporter writes it."""
+    kind = program_of(model)
+    seen = _Seen(model, kind)
     images = torch.zeros(2, *input_size)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -303,7 +344,7 @@ def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> i
                 opset_version=opset,
                 dynamic_shapes=({0: torch.export.Dim("N", min=1)},),
                 input_names=[INPUT],
-                output_names=[OUTPUT],
+                output_names=_names(kind),
                 verbose=False,
             )
     finally:
@@ -311,8 +352,12 @@ def _traced(seen: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> i
     assert program is not None
     if not isinstance(program.model.graph.inputs[0].shape[0], ir.SymbolicDim):
         raise ExportError(
-            f"{type(seen).__name__} cannot be exported: its code fixes the number of images, which a file leaves open"
+            f"{type(model).__name__} cannot be exported: its code fixes the number of images, which a file leaves open"
         )
+    graph = program.model.graph
+    for value in list(graph.outputs):
+        if value.name in kind.inner:  # it keeps its name, by which it is verified
+            graph.outputs.remove(value)
     return program.model
 
 
@@ -369,16 +414,13 @@ def _fold_score_scale(graph: ir.Graph) -> None:
 
 
 def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
-    grids = Counter(node.attributes["name"].as_string() for node in graph if node.op_type == "Grid")
-    if twice := [name for name, count in grids.items() if count > 1]:
-        raise ExportError(
-            f"layer {twice[0].rpartition('.')[0]!r} runs more than once for an image, and a file is verified by "
-            "one set of codes for each layer: export this model with --format pt2"
-        )
+    _merge_calls(graph)
     for node in list(graph):
         if node.domain == _DOMAIN:
             if node.op_type == "Weight":
                 new = _weight_nodes(graph, node, layout)
+            elif node.op_type == "Suppression":
+                new = _suppression_nodes(graph, node)
             elif layout.signed:
                 new = _signed_grid_nodes(graph, node)
             else:
@@ -389,6 +431,27 @@ def _write_out_placeholders(graph: ir.Graph, layout: Layout) -> None:
             after.type = before.type
             after.shape = before.shape
             ir.convenience.replace_nodes_and_values(graph, node, [node], new, [before], [after])
+
+
+def _merge_calls(graph: ir.Graph) -> None:
+    """Where a layer runs more than once for an image: one weight for all calls, and a name for the codes of each."""
+    weights: dict[str, ir.Node] = {}
+    grids: dict[str, list[ir.Node]] = {}
+    for node in list(graph):
+        name = node.attributes["name"].as_string() if node.domain == _DOMAIN else ""
+        if node.op_type == "Grid":
+            grids.setdefault(name, []).append(node)
+        elif node.op_type == "Weight" and weights.setdefault(name, node) is not node:
+            ir.convenience.replace_all_uses_with(node.outputs[0], weights[name].outputs[0])
+            graph.remove(node, safe=True)
+    for name, calls in grids.items():
+        for number, node in enumerate(calls if len(calls) > 1 else ()):
+            node.attributes["name"] = ir.AttrString("name", call_name(name, number))
+
+
+def call_name(grid: str, number: int) -> str:
+    """What a grid is called in a file when it runs more than once for an image."""
+    return f"{grid}.{number}"
 
 
 _Behind = tuple[str, Sequence[ir.Value | None], Mapping[str, ir.Attr]]
@@ -547,6 +610,27 @@ def _weight_nodes(graph: ir.Graph, node: ir.Node, layout: Layout) -> list[ir.Nod
     return [*nodes, ir.node("DequantizeLinear", [value, step], {"axis": axis}, name=f"{name}.dequantize")]
 
 
+def _suppression_nodes(graph: ir.Graph, node: ir.Node) -> list[ir.Node]:
+    """NonMaxSuppression gives the indices of boxes, in any number; they become a 1 at each of them."""
+    name = node.attributes["name"].as_string()
+    boxes, scores = node.inputs
+    inputs = {"most": np.int64, "overlap": np.float32, "least": np.float32}
+    limits = [_constant(graph, f"{name}.{k}", np.array([node.attributes[k].value], t)) for k, t in inputs.items()]
+    columns = _constant(graph, f"{name}.columns", np.array([0, 2]))  # image, class, box
+    axis = _constant(graph, f"{name}.axis", np.array([1]))
+    classes = ir.node("Unsqueeze", [scores, axis], name=f"{name}.classes")
+    chosen = ir.node("NonMaxSuppression", [boxes, classes.outputs[0], *limits], name=f"{name}.choose")
+    places = ir.node("Gather", [chosen.outputs[0], columns], {"axis": 1}, name=f"{name}.places")
+    count = ir.node("Shape", [chosen.outputs[0]], {"start": 0, "end": 1}, name=f"{name}.count")
+    shape = ir.node("Shape", [scores], name=f"{name}.shape")
+    ones, zeros = (
+        ir.node("ConstantOfShape", x.outputs, {"value": ir.tensor(np.array([n], np.float32))}, name=f"{name}.of_{n}")
+        for n, x in ((1, count), (0, shape))
+    )
+    inputs_of = [zeros.outputs[0], places.outputs[0], ones.outputs[0]]
+    return [classes, chosen, places, count, shape, ones, zeros, ir.node("ScatterND", inputs_of, name=f"{name}.left")]
+
+
 def _multiply_codes(graph: ir.Graph) -> None:
     """x @ W + bias between DequantizeLinear: multiply the codes, and then by the scales of both.
 
@@ -564,8 +648,9 @@ def _multiply_codes(graph: ir.Graph) -> None:
     split = ir.node("Split", values.outputs, {"num_outputs": len(grids)}, num_outputs=len(grids), name="scales.split")
     graph.insert_before(next(iter(graph)), [values, split])
     scale_of = dict(zip(grids, split.outputs, strict=True))
+    calls: Counter[str] = Counter()
     for product, x, weight in layers:
-        name = weight.name.removesuffix(".dequantize")
+        name = _next_call(weight, calls)
         codes = ir.node("MatMulInteger", [x.inputs[0], weight.inputs[0], x.inputs[2]], name=f"{name}.multiply")
         cast = ir.node("Cast", codes.outputs, {"to": int(ir.DataType.FLOAT)}, name=f"{name}.to_float")
         steps = ir.node("Mul", [scale_of[x], weight.inputs[1]], name=f"{name}.steps")
@@ -608,13 +693,14 @@ def _integer_convolutions(graph: ir.Graph) -> None:
     ONNX Runtime (1.31) computes the former in float, or, before a QuantizeLinear, gives other codes: probably it
     quantizes the weights or the bias once more.
     """
+    calls: Counter[str] = Counter()
     for node in list(graph):
         x, weight = (
             (value and value.producer() for value in node.inputs[:2]) if node.op_type == "Conv" else (None, None)
         )
         if x is None or weight is None or {x.op_type, weight.op_type} != {"DequantizeLinear"}:
             continue
-        name, shape = weight.name.removesuffix(".dequantize"), (-1, 1, 1)
+        name, shape = _next_call(weight, calls), (-1, 1, 1)
         scale = _constant(graph, f"{name}.scale", _numbers(weight.inputs[1]).reshape(shape))
         codes = ir.node(
             "ConvInteger", [x.inputs[0], weight.inputs[0], x.inputs[2]], node.attributes, name=f"{name}.convolve"
@@ -631,6 +717,13 @@ def _integer_convolutions(graph: ir.Graph) -> None:
         for left in (x, weight):
             if not left.outputs[0].uses():
                 graph.remove(left, safe=True)
+
+
+def _next_call(weight: ir.Node, calls: Counter[str]) -> str:
+    """A name for the next product with a weight: that of the weight, and a number from the second on."""
+    name = str(weight.name).removesuffix(".dequantize")
+    calls[name] += 1
+    return name if calls[name] == 1 else f"{name}.{calls[name]}"
 
 
 def _numbers(value: ir.Value) -> np.ndarray:
@@ -652,6 +745,8 @@ def _strip(program: ir.Model) -> None:
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
+        elif (short := name.removeprefix(_SEEN)) not in graph.initializers:
+            value.name = short  # as the model calls it
     for node in graph:
         node.metadata_props.clear()
         node.doc_string = None

@@ -33,12 +33,14 @@ except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
 from maskaq.artifact.export.metadata import PREFIX, REMEDY, ours
-from maskaq.artifact.export.onnx import CODES, OUTPUT, QDQ, export_onnx
+from maskaq.artifact.export.onnx import CODES, QDQ, export_onnx
+from maskaq.artifact.export.programs import OUTPUT
 from maskaq.artifact.export.verify import (
     NEAR,
     Pass,
     Verification,
     as_codes,
+    calls_of,
     compare_led,
     compare_weights,
     grids_of,
@@ -49,8 +51,8 @@ _LEVELS = 256
 _CORE = openvino.Core()
 """One for the process. Each has signals handled on a stack of its own, and gives back the one before when it goes: of
 two that go in the order they came (2026.4), the second gives back one that is gone, and the next signal kills."""
-_ON_GRID = "{}.on_grid"
-"""Name of a grid's output tensor, from the name of the grid."""
+_ON_GRID = ".on_grid"
+"""Ends the name of a grid's output tensor."""
 
 
 def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
@@ -61,7 +63,8 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
         program = _CORE.read_model(export_onnx(model, onnx, metadata, QDQ))
         nodes = {node.get_friendly_name(): node for node in program.get_ops()}
         for name, grid in grids_of(model).items():
-            _fuse_grid(nodes, name, grid)
+            for call in calls_of(name, nodes, ".quantize"):
+                _fuse_grid(nodes, call, grid)
         program.validate_nodes_and_infer_types()
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -90,10 +93,10 @@ def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
         bounds = [np.float32((code - zero) * factor) for factor in (scale, step) for code in ends]
         fused = values = opset13.fake_quantize(x, *bounds, _LEVELS)
     if isinstance(grid, LogGrid):  # its table stays
-        after.output(0).set_names({_ON_GRID.format(name)})
+        after.output(0).set_names({name + _ON_GRID})
         return
     fused.set_friendly_name(name)
-    fused.output(0).set_names({_ON_GRID.format(name)})
+    fused.output(0).set_names({name + _ON_GRID})
     for reader in after.output(0).get_target_inputs():
         reader.replace_source_output(values.output(0))
 
@@ -181,7 +184,7 @@ def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verif
         linear = [n for n, module in model.named_modules() if isinstance(module, DeployedLinear | DeployedConv2d)]
         led = _compare_pass(read(file), model, images, list(grids_of(model)))
         _compare_pass(read(file), model, images, [n for n in grids_of(model) if n.rpartition(".")[0] in linear])
-        free = OpenvinoModel(file)(images).numpy()  # in the precision that it will run in
+        free = {OUTPUT: OpenvinoModel(file)(images)}  # in the precision that it will run in
     except ExportError as error:
         raise ExportError(f"{file} does not compute what the model computes: {error}") from error
     except Exception as error:  # the runtime raises classes of its own
@@ -210,22 +213,28 @@ def _unpacked(pairs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _compare_pass(program: "openvino.Model", model: nn.Module, images: Tensor, names: list[str]) -> Pass:
-    program.add_outputs([_ON_GRID.format(name) for name in names])
+    known = {tensor for node in program.get_ops() for output in node.outputs() for tensor in output.get_names()}
+    calls = {name: calls_of(name, known, _ON_GRID) for name in names}
+    program.add_outputs([call + _ON_GRID for name in names for call in calls[name]])
     values = compiled(program).create_infer_request().infer({0: images.numpy()})
     nodes = {node.get_friendly_name(): node for node in program.get_ops()}
     grids, codes = grids_of(model), {}
     for name in names:
-        found = values[_ON_GRID.format(name)].astype(np.float64)
-        if isinstance(grids[name], LogGrid):
-            steps = found / nodes[f"{name}.dequantize"].input_value(1).get_node().get_data()
-        else:
-            low, high = (nodes[name].input_value(i).get_node().get_data() for i in (3, 4))
-            steps = (found - low) / (high - low) * (_LEVELS - 1)
-        stored = np.round(steps).astype(np.float32)
-        zero = grids[name].zero_point.numpy()
-        if grids[name].symmetric and not isinstance(grids[name], LogGrid) and not zero.ndim:
-            zero = np.full_like(zero, _LEVELS // 2)  # see _fuse_grid
-        if not np.abs(steps - stored).max() <= NEAR:
-            raise ExportError(f"at {name} it has values between those of its codes")
-        codes[name] = as_codes(name, grids[name], stored, zero)
-    return compare_led(model, images, codes, values[OUTPUT])
+        codes[name] = [_codes(nodes, call, grids[name], values[call + _ON_GRID]) for call in calls[name]]
+    return compare_led(model, images, codes, {OUTPUT: torch.from_numpy(values[OUTPUT].copy())})
+
+
+def _codes(nodes: Mapping[str, Any], name: str, grid: FixedGrid, values: np.ndarray) -> np.ndarray:
+    """The codes of values on a grid."""
+    if isinstance(grid, LogGrid):
+        steps = values.astype(np.float64) / nodes[f"{name}.dequantize"].input_value(1).get_node().get_data()
+    else:
+        low, high = (nodes[name].input_value(i).get_node().get_data() for i in (3, 4))
+        steps = (values.astype(np.float64) - low) / (high - low) * (_LEVELS - 1)
+    stored = np.round(steps).astype(np.float32)
+    zero = grid.zero_point.numpy()
+    if grid.symmetric and not isinstance(grid, LogGrid) and not zero.ndim:
+        zero = np.full_like(zero, _LEVELS // 2)  # see _fuse_grid
+    if not np.abs(steps - stored).max() <= NEAR:
+        raise ExportError(f"at {name} it has values between those of its codes")
+    return as_codes(name, grid, stored, zero)

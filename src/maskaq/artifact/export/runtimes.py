@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from maskaq.artifact.export import onnx as onnx_files
 from maskaq.artifact.export import weights_of
 from maskaq.artifact.export.metadata import REMEDY
-from maskaq.artifact.export.onnx import INPUT, OUTPUT
-from maskaq.artifact.export.verify import onnx, onnxruntime, session
+from maskaq.artifact.export.onnx import INPUT
+from maskaq.artifact.export.programs import OUTPUT
+from maskaq.artifact.export.verify import onnx, onnxruntime, session, tensors_of
 from maskaq.errors import ExportError, MaskaqError
+from maskaq.models.detector import OBJECTS, image_size, placed
 
 FLOAT_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
 INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm", "ConvInteger")
@@ -77,7 +79,11 @@ class OnnxModel(nn.Module):
         self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.from_numpy(self.session.run([OUTPUT], {INPUT: images.numpy()})[0])
+        return tensors_of(self.session, [OUTPUT], images)[OUTPUT]
+
+    def detect(self, images: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> list[dict[str, Tensor]]:
+        """Of a detector's file, what `MaskRCNN.detect` gives."""
+        return placed(tensors_of(self.session, list(OBJECTS), images), image_size(images), sizes)
 
 
 RUNTIMES = {".onnx": "ONNX Runtime", ".xml": "OpenVINO", ".pte": "ExecuTorch"}

@@ -10,6 +10,8 @@ TARGETS = ("cpu", "qdq", "tensorrt")
 """What an ONNX file is laid out for."""
 PRECISIONS = ("f32", "bf16")
 """Of all that is not quantized, in OpenVINO."""
+_TRIED = {"segmentation": ("onnx", "openvino", "pt2"), "detection": ("onnx",)}
+"""Task -> the only formats that its models were tried in; TensorRT's layout was tried in none."""
 
 
 def check_options(format: str, target: str, precision: str) -> None:
@@ -23,14 +25,11 @@ def check_options(format: str, target: str, precision: str) -> None:
 def check_grids(model: nn.Module, format: str, target: str = "cpu") -> None:
     """ExportError that names the setting that would do, if the runtime cannot compute a model's grids."""
     task = task_of(model).name
-    if task == "detection":
-        raise ExportError(
-            "a detector cannot be exported yet, as it chooses boxes between its layers: use the saved model, "
-            "maskaq.from_pretrained(FOLDER).detect(images)"
-        )
-    if task == "segmentation" and (format == "executorch" or target == "tensorrt"):
-        what = "--format executorch" if format == "executorch" else f"--target {target}"
-        raise ExportError(f"{what} has not been tried for segmenters: expected --format onnx, openvino or pt2")
+    if task in _TRIED and (format not in _TRIED[task] or target == "tensorrt"):
+        what = f"--target {target}" if target == "tensorrt" else f"--format {format}"
+        *others, last = _TRIED[task]
+        formats = f"{', '.join(others)} or {last}" if others else last
+        raise ExportError(f"{what} has not been tried for models of {task}: expected --format {formats}")
     if target == "tensorrt":
         _check_tensorrt(model)
     if format == "executorch":

@@ -7,7 +7,7 @@ stretch between two grids then starts from the same integers, and may end apart 
 equal, or the value lay within `NEAR` steps of the border between them. At the end logits are compared as floats.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maskaq.artifact.export import agreement
+from maskaq.artifact.export.agreement import correlation
+from maskaq.artifact.export.programs import program_of
 from maskaq.errors import ExportError
 from maskaq.quant.deployed import CodedWeight, FixedGrid, LogGrid
+from maskaq.tasks.task import Outputs
 
 try:
     import onnx
@@ -28,7 +30,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'ONNX files need more packages ({error}): pip install "maskaq[onnx]"') from error
 
-from maskaq.artifact.export.onnx import CODES, INPUT, OUTPUT
+from maskaq.artifact.export.onnx import CODES, INPUT, call_name
 
 NEAR = 1e-3
 """Of a step: how far float rounding may carry a value between grids. (1e-5 is what it does.)"""
@@ -36,6 +38,10 @@ APART = 1e-3
 """Of the codes: how many may differ where not every site is watched. (2e-5 is what was seen.)"""
 LOGITS = 1e-4
 """Of the largest logit: how far logits from the same codes may be apart."""
+CHOICES = 0.99
+"""Of boxes: how many both have to choose among the same."""
+Codes = Mapping[str, Sequence[np.ndarray]]
+"""Of a grid, by its name: those of each time that it runs for a batch of images."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
         onnx.checker.check_model(proto, full_check=True)
         weights = _compare_weights(proto, model)
         passes = [_compare_pass(proto, model, images, optimised) for optimised in (False, True)]
-        free = session(proto).run([OUTPUT], {INPUT: images.numpy()})[0]
+        free = tensors_of(session(proto), list(program_of(model).outputs), images)
     except ExportError as error:
         raise ExportError(f"{file} does not compute what the model computes: {error}") from error
     except Exception as error:  # the parser, the checker and the runtime raise classes of their own
@@ -85,10 +91,10 @@ def verify(file: str | Path, model: nn.Module, images: Tensor) -> Verification:
 
 
 @torch.no_grad()
-def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: np.ndarray) -> Verification:
-    """Combine passes fed with the runtime's codes with a comparison of the logits of a free-running pass."""
-    ours = model(images)
-    theirs = torch.from_numpy(free)
+def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]", free: Outputs) -> Verification:
+    """Combine passes fed with the runtime's codes with a comparison of the outputs of a free-running pass."""
+    program = program_of(model)
+    ours = program.compute(model, images)
     return Verification(
         weights=weights,
         sites=len(grids_of(model)),
@@ -97,9 +103,9 @@ def summary(model: nn.Module, images: Tensor, weights: int, passes: "list[Pass]"
         farthest=max(p.farthest for p in passes),
         logits=max(p.logits for p in passes),
         images=len(images),
-        agreement_means=agreement.means(model),
-        agreement=agreement.share(model, ours, theirs),
-        correlation=agreement.correlation(ours, theirs),
+        agreement_means=program.means(model),
+        agreement=program.alike(model, ours, free).double().mean().item(),
+        correlation=correlation(ours[program.ranked], free[program.ranked]),
     )
 
 
@@ -115,6 +121,11 @@ def session(
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def tensors_of(opened: "onnxruntime.InferenceSession", names: list[str], images: Tensor) -> dict[str, Tensor]:
+    """Tensors of a file by name."""
+    return {n: torch.from_numpy(x) for n, x in zip(names, opened.run(names, {INPUT: images.numpy()}), strict=True)}
 
 
 def grids_of(model: nn.Module) -> dict[str, FixedGrid]:
@@ -156,21 +167,35 @@ class Pass:
 
 
 def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, optimised: bool) -> Pass:
-    names = list(grids_of(model))
     watched = onnx.ModelProto()
     watched.CopyFrom(proto)
     known = {output for node in proto.graph.node for output in node.output}
-    for name in names:
-        if name + CODES not in known:
-            raise ExportError(f"it has no tensor '{name}{CODES}' of the grid {name}")
-        watched.graph.output.append(onnx.ValueInfoProto(name=name + CODES))
+    program, grids = program_of(model), grids_of(model)
+    calls = {name: calls_of(name, known, CODES) for name in grids}
+    inner = [*program.inner, *(call + CODES for name in grids for call in calls[name])]
+    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
     watched = onnx.shape_inference.infer_shapes(watched)
-    outputs = [OUTPUT, *(name + CODES for name in names)]
-    logits, *codes = session(watched, optimised=optimised).run(outputs, {INPUT: images.numpy()})
+    found = tensors_of(session(watched, optimised=optimised), [*program.outputs, *inner], images)
     zeros = {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    grids = grids_of(model)
-    ours = {n: as_codes(n, grids[n], c, zeros[f"{n}.zero_point"]) for n, c in zip(names, codes, strict=True)}
-    return compare_led(model, images, ours, logits)
+    codes = {
+        name: [
+            as_codes(name, grid, found.pop(call + CODES).numpy(), zeros[f"{call}.zero_point"]) for call in calls[name]
+        ]
+        for name, grid in grids.items()
+    }
+    return compare_led(model, images, codes, found)
+
+
+def calls_of(grid: str, known: Container[str], ending: str) -> list[str]:
+    """What a grid is called in a file, each time that it runs: the names that are known with this ending."""
+    if grid + ending in known:
+        return [grid]
+    calls: list[str] = []
+    while (call := call_name(grid, len(calls))) + ending in known:
+        calls.append(call)
+    if not calls:
+        raise ExportError(f"it has no tensor '{grid}{ending}' of the grid {grid}")
+    return calls
 
 
 def as_codes(name: str, grid: FixedGrid, stored: np.ndarray, zero: np.ndarray) -> np.ndarray:
@@ -185,30 +210,36 @@ def as_codes(name: str, grid: FixedGrid, stored: np.ndarray, zero: np.ndarray) -
     return stored.astype(np.float32) + moved
 
 
-def compare_led(model: nn.Module, images: Tensor, codes: dict[str, np.ndarray], logits: np.ndarray) -> Pass:
+def compare_led(model: nn.Module, images: Tensor, codes: Codes, outputs: Outputs) -> Pass:
     """Run the model, fed with the runtime's codes at every quantizer; raises at the first site that differs.
 
     Where a grid has no codes the model goes on with its own. A rounding that turned there moves what follows by more
     than float rounding does, so that then `APART` of the codes may differ, by however much.
     """
-    found = Pass()
+    found, program = Pass(), program_of(model)
     whole = codes.keys() == grids_of(model).keys()
     with torch.no_grad(), _led(model, codes, found, strict=whole):
-        ours = model(images)
+        ours = program.compute(model, images, outputs)
     if not whole and found.turned > APART * found.codes:
         raise ExportError(f"{found.turned} of {found.codes} codes differ where only some sites are watched")
-    found.logits = ((ours - torch.from_numpy(logits)).abs().max() / ours.abs().max()).item()
-    if not found.logits <= LOGITS:
-        raise ExportError(f"from the same codes its logits differ by {found.logits:.1e} of the largest")
+    for name in (name for name in ours if name not in program.choices):
+        apart = ((ours[name] - outputs[name]).abs().max() / ours[name].abs().max()).item()
+        if not apart <= LOGITS:
+            raise ExportError(f"from the same codes its {name} differ by {apart:.1e} of the largest")
+        found.logits = max(found.logits, apart)
+    if not (same := program.same_choices(ours, outputs)) >= CHOICES:
+        raise ExportError(f"of the same boxes it chooses others: only {100 * same:.1f} % are the model's")
     return found
 
 
 @contextmanager
-def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bool) -> Iterator[None]:
+def _led(model: nn.Module, codes: Codes, found: Pass, strict: bool) -> Iterator[None]:
     """Context in which each grid compares its codes with the given ones, and continues with the given ones."""
 
     def compare(name: str, grid: FixedGrid, x: Tensor) -> Tensor:
-        theirs = torch.from_numpy(codes[name]).to(x.dtype)
+        if (given := next(left[name], None)) is None:
+            raise ExportError(f"at {name} it has codes for {len(codes[name])} of the times that the layer runs")
+        theirs = torch.from_numpy(given).to(x.dtype)
         if theirs.squeeze().shape != x.squeeze().shape:  # a classifier's has an axis of length 1 more
             raise ExportError(f"at {name} it has shape {tuple(theirs.shape)}, the model {tuple(x.shape)}")
         theirs = theirs.view_as(x)
@@ -228,6 +259,7 @@ def _led(model: nn.Module, codes: dict[str, np.ndarray], found: Pass, strict: bo
         found.codes += theirs.numel()
         return grid.values(theirs)
 
+    left = {name: iter(calls) for name, calls in codes.items()}
     grids = grids_of(model)
     handles = [
         grid.register_forward_hook(lambda grid, args, _, name=name: compare(name, grid, args[0]))  # type: ignore[misc]

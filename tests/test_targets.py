@@ -12,7 +12,7 @@ from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_vit
 from PIL import Image
 
 import maskaq
-from maskaq.artifact.export import export
+from maskaq.artifact.export import export, runtimes
 from maskaq.cli.main import main
 from maskaq.errors import ExportError
 from maskaq.models import geometry
@@ -243,6 +243,10 @@ def test_an_executorch_program_gives_the_models_classes(bits, tmp_path):
     assert metadata_of(tmp_path / "m.pte")["input_size"] == [3, 32, 32]
     runner = ExecutorchModel(tmp_path / "m.pte")
     assert torch.allclose(runner(images[:1]), runner(images[:3])[:1], atol=1e-3)
+
+
+def test_products_of_an_executorch_program_are_not_counted():
+    assert runtimes.products("model.pte") is None
 
 
 def test_without_executorch_the_command_says_what_to_install(saved, monkeypatch, tmp_path, capsys):

@@ -94,7 +94,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         paths = {"float32": float32} | {file: Path(file) for file in names}
         speeds = list(runtimes.bench_files(paths, batches=arguments.batch, threads=threads, repeats=repeats))
     console.print(draw.speed_table(speeds, f"the CPU, {threads} threads"))
-    counts = {file: runtimes.products(file) for file in names}
+    counts = {file: count for file in names if (count := runtimes.products(file)) is not None}
     for file, count in counts.items():
         console.print(f"{file}: {count} ({runtimes.runtime_of(file)})")
     accuracy: Accuracy = {}

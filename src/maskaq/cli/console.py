@@ -327,7 +327,7 @@ def bench_table(timings: Iterable[Timing], device: str) -> Table:
     return table
 
 
-def verification(found: "Verification", runtime: str, products: "Products") -> Iterator[str]:
+def verification(found: "Verification", runtime: str, products: "Products | None") -> Iterator[str]:
     """The result of a verification, as lines of text."""
     yield (
         f"verified on {found.images} images: the codes of {found.weights} weights are equal, and those of "
@@ -348,7 +348,8 @@ def verification(found: "Verification", runtime: str, products: "Products") -> I
             "this is expected: the last bit of a float can turn a rounding, and in a low-bit model one turned rounding "
             "can change the output; what the file has to get right are the codes and the outputs from the same codes"
         )
-    yield f"{runtime} computes {products}"
+    if products is not None:
+        yield f"{runtime} computes {products}"
 
 
 def speed_table(speeds: Iterable["Speed"], device: str) -> Table:

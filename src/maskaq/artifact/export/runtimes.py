@@ -253,8 +253,13 @@ class Products:
         return f"{self.integer} matrix products in integers, {self.in_float} in float{fused}"
 
 
-def products(file: str | Path) -> Products:
-    """Count the matrix products after the runtime that the file was written for has optimised the graph."""
+def products(file: str | Path) -> Products | None:
+    """Count the matrix products after the runtime that the file was written for has optimised the graph.
+
+    None for ExecuTorch, which does not show its graph.
+    """
+    if of_executorch(file):
+        return None
     if of_openvino(file):
         from maskaq.artifact.export import openvino as openvino_files
 

@@ -55,12 +55,16 @@ class Classifier:
 
 
 def main(words: list[str]) -> None:
-    if len(words) < 2 or not Path(words[0]).is_file():
+    if len(words) < 2:
         sys.exit(__doc__)
+    if not Path(words[0]).is_file():
+        sys.exit(f"{words[0]} is not a file: expected an .onnx file of `maskaq export`")
     try:
         classify = Classifier(words[0])
     except Exception as error:  # the runtime's own classes
-        sys.exit(f"cannot use {words[0]}: {error}")
+        sys.exit(
+            f"cannot use {words[0]}: {error}; expected an undamaged .onnx file of `maskaq export`: export it again"
+        )
     classify(Image.new("RGB", (classify.width, classify.height)))  # the first run takes longer than others
     for name in words[1:]:
         try:

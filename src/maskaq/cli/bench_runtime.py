@@ -93,7 +93,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         progress.note(f"{len(names) + 1} files, {repeats} repeats at batch {at}")
         paths = {"float32": float32} | {file: Path(file) for file in names}
         speeds = list(runtimes.bench_files(paths, batches=arguments.batch, threads=threads, repeats=repeats))
-    console.print(draw.speed_table(speeds, f"the CPU, {threads} threads"))
+    console.print(draw.speed_table(speeds, f"the CPU, threads: {threads}"))
     counts = {file: count for file in names if (count := runtimes.products(file)) is not None}
     for file, count in counts.items():
         console.print(f"{file}: {count} ({runtimes.runtime_of(file)})")
@@ -169,7 +169,7 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
         candidates.sort(key=lambda candidate: candidate.runtime != "onnxruntime")  # the first stays the first
         options = {"batches": arguments.batch, "threads": threads, "repeats": arguments.repeats}
         speeds = list(runtimes.bench(candidates, (spec.channels, *spec.image_size), **options))  # type: ignore[arg-type]
-        console.print(draw.speed_table(speeds, f"the CPU, {threads} threads"))
+        console.print(draw.speed_table(speeds, f"the CPU, threads: {threads}"))
         accuracy: Accuracy = {}
         if loader:
             models = {c.name: runtimes.RunModel(c.load(threads), plain.num_classes) for c in candidates}

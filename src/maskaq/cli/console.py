@@ -345,8 +345,8 @@ def verification(found: "Verification", runtime: str, products: "Products | None
     )
     if same < found.images:
         yield (
-            "this is expected: the last bit of a float can turn a rounding, and in a low-bit model one turned rounding "
-            "can change the output; what the file has to get right are the codes and the outputs from the same codes"
+            "this is expected: the last bit of a float, or bfloat16, can turn a rounding, and one turned rounding can "
+            "change the output; what the file has to get right are the codes and the outputs from the same codes"
         )
     if products is not None:
         yield f"{runtime} computes {products}"

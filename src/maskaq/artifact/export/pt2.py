@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,9 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
     program.example_inputs = None  # or the images above would be in the file
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()  # torch's own writer ends the process where a disk is full
-    torch.export.save(program, buffer, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "No complete tensor found in the group")  # views of one buffer, on the CPU
+        torch.export.save(program, buffer, extra_files={NOTES: as_text(describe(model) | dict(metadata or {}))})
     write_bytes_atomic(path, buffer.getvalue())
     return path
 

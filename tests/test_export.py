@@ -662,7 +662,7 @@ def test_the_small_program_names_five_classes_without_torch(tmp_path):
     from maskaq.models import hosts
 
     model = maskaq.load_model("cifar10_vit")
-    recipe = maskaq.load_recipe("demo", bits="w8a8")
+    recipe = maskaq.load_recipe("quick", bits="w8a8")
     teacher = maskaq.expose(model)
     student = maskaq.quantized_twin(teacher, recipe.quantization)
     maskaq.init_ranges_(student, maskaq.noise(teacher, n=32, seed=0), recipe.quantization)

@@ -222,8 +222,9 @@ def test_rotations_are_a_list_in_one_order_however_they_are_written(tmp_path, te
 
 
 def test_nothing_is_rotated_unless_asked_for():
-    assert load_recipe("best").quantization.rotate == ROTATIONS
-    for name in ("paper", "reference", "quick", "demo", "mimiq", "psaq-vit", "sardfq", "noise", "leaves"):
+    for name in ("best", "cpu", "demo"):
+        assert load_recipe(name).quantization.rotate == ROTATIONS
+    for name in ("paper", "reference", "quick", "demo-scenes", "mimiq", "psaq-vit", "sardfq", "noise", "leaves"):
         assert load_recipe(name).quantization.rotate == ()
     model = expose(tiny_vit())
     assert rotate(model, ()) is model and "rotation" not in build_plan(model, Quantization()).to_dict()["head.input"]

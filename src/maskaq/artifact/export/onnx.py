@@ -72,7 +72,7 @@ CODES = ".codes"
 """Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
 _DOMAIN = "maskaq"
 _OPERANDS = ("a_grid", "b_grid")
-_SEEN = "model."
+_SEEN = "traced_model."
 """Begins the names of the tensors that torch's exporter writes: `_Seen` has the model under it."""
 
 
@@ -275,17 +275,17 @@ class _Suppression(nn.Module):
 class _Seen(nn.Module):
     """A model with placeholders, as a function of images alone that gives all tensors of its program.
 
-    Its name before those of the tensors keeps them apart from the constants that are written out: torch's exporter
-    shares a tensor with all that have the same values, a zero point of 128 with the width of an image.
+    Its name (`_SEEN`) before those of the tensors keeps them apart from the constants that are written out: torch's
+    exporter shares a tensor with all that have the same values, a zero point of 128 with the width of an image.
     """
 
     def __init__(self, model: nn.Module, program: Program) -> None:
         super().__init__()
-        self.model = _with_placeholders(model)
+        self.traced_model = _with_placeholders(model)
         self.program = program
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        found = self.program.compute(self.model, images)
+        found = self.program.compute(self.traced_model, images)
         return tuple(found[name] for name in _names(self.program))
 
 
@@ -576,7 +576,7 @@ def _table_nodes(graph: ir.Graph, name: str, codes: ir.Value, levels: np.ndarray
     nearest = level_table(torch.from_numpy(levels)).numpy().astype(np.uint8)
     table = _constant(graph, f"{name}.table", nearest.reshape(1, 1, -1))
     rows = _constant(graph, f"{name}.rows", np.array([0, 0, -1]))
-    one = _constant(graph, f"{name}.one", np.array([1]))
+    one = _constant(graph, f"{name}.row", np.array([1]))
     shape = ir.node("Shape", [codes], name=f"{name}.shape")
     flat = ir.node("Reshape", [codes, rows], name=f"{name}.flatten")
     heads = ir.node("Shape", [flat.outputs[0]], {"start": 0, "end": 2}, name=f"{name}.heads")

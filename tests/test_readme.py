@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def test_the_pages_have_what_these_tests_look_for():
 def few_test_images(monkeypatch):
     images, labels = zoo.test_images()
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::50], labels[::50]))
-    monkeypatch.setattr(evaluation, "scene_images", partial(scene_images, count=8))
+    monkeypatch.setattr(evaluation, "scene_images", lambda model, count, **options: scene_images(model, 8, **options))
 
 
 @pytest.mark.slow

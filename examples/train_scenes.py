@@ -25,12 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from detector_loss import Objects, detection_losses
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from train_cifar10 import GraphCaptureError, ReplayedStep, split_by_decay
 
 from maskaq.models.detector import mask_rcnn
-from maskaq.models.detector_loss import Objects, detection_losses
 from maskaq.models.segmenter import upernet
 from maskaq.randomness import fold, image_keys
 from maskaq.tasks.metrics import Confusion, Instances
@@ -122,53 +123,6 @@ def evaluate(task: str, model: nn.Module, count: int, device: torch.device, batc
 
 
 # ---- training
-
-
-class GraphCaptureError(RuntimeError):
-    """The training step could not be captured in a CUDA graph."""
-
-
-class ReplayedStep:
-    """Calls ``step``: the first times eagerly, then as one CUDA graph (where asked for)."""
-
-    eager_calls = 3
-
-    def __init__(self, step: Callable[[], None], use_graph: bool):
-        self.step, self.use_graph = step, use_graph
-        self.calls = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.side = torch.cuda.Stream() if use_graph else None
-
-    def __call__(self) -> None:
-        self.calls += 1
-        if not self.use_graph:
-            self.step()
-        elif self.calls <= self.eager_calls:  # lazy initialisation must happen before the capture
-            self.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.side):
-                self.step()
-            torch.cuda.current_stream().wait_stream(self.side)
-        else:
-            if self.graph is None:
-                torch.cuda.synchronize()
-                try:
-                    self.graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(self.graph):
-                        self.step()
-                except Exception as error:
-                    raise GraphCaptureError(str(error)) from error
-            self.graph.replay()
-
-
-def split_by_decay(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Parameter groups: no weight decay on biases, norms and position tables."""
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        groups[parameter.ndim > 1 and "relative_position_bias_table" not in name].append(parameter)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
 
 
 def train(args: argparse.Namespace, model: nn.Module, device: torch.device) -> tuple[int, float]:

@@ -3,8 +3,10 @@
 import json
 import math
 
+import detector_loss as loss_module
 import pytest
 import torch
+from detector_loss import Objects, detection_losses
 from timm.models.swin_transformer import SwinTransformerBlock
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.ops import box_iou, nms, roi_align
@@ -13,9 +15,7 @@ from torchvision.ops.poolers import LevelMapper
 from maskaq.boxes import ROI_UNITS, decoded, encoded
 from maskaq.errors import ModelError
 from maskaq.models import data_config
-from maskaq.models import detector_loss as loss_module
 from maskaq.models.detector import RATIOS, STRIDES, mask_rcnn, paste
-from maskaq.models.detector_loss import Objects, detection_losses
 from maskaq.models.windows import WindowBlock
 from maskaq.randomness import image_keys
 from maskaq.zoo.scenes import CLASSES, boxes_of_masks, draw

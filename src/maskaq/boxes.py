@@ -33,6 +33,18 @@ def centre_and_side(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * (boxes[..., :2] + boxes[..., 2:]), boxes[..., 2:] - boxes[..., :2]
 
 
+def taken(boxes: Tensor, index: Tensor) -> Tensor:
+    """(B, N, 4) and (B, M) -> (B, M, 4): the boxes, or deltas, of these numbers."""
+    return boxes.gather(1, index[..., None].expand(-1, -1, 4))
+
+
+def of_class(values: Tensor, label: Tensor) -> Tensor:
+    """(B, R, K, ...) -> (B, R, ...): of each box the values of its class (B, R)."""
+    rest = values.shape[3:]
+    index = label[(..., *[None] * (1 + len(rest)))].expand(-1, -1, 1, *rest)
+    return values.gather(2, index).squeeze(2)
+
+
 def iou(boxes: Tensor, others: Tensor) -> Tensor:
     """(..., N, 4) and (..., M, 4) -> (..., N, M): intersection over union of every pair."""
     boxes, others = boxes[..., :, None, :], others[..., None, :, :]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from maskaq.errors import DataError
-from maskaq.images.sets import Loader, read_image
+from maskaq.images.sets import Loader, absent, read_image
 from maskaq.models import data_config
 
 Annotation = dict[str, Any]
@@ -84,5 +84,5 @@ def image_tensor(path: Path) -> Tensor:
 def existing_folder(path: str | Path, expected: str) -> Path:
     root = Path(path)
     if not os.path.isdir(root):
-        raise DataError(f"{root} {'is a file' if os.path.exists(root) else 'does not exist'}: expected {expected}")
+        raise DataError(f"{root} {absent(root)}: expected {expected}")
     return root

@@ -93,7 +93,7 @@ def image_folder(
     if not has_classes:
         expected = "expected a folder of images, or of one sub-folder of images per class"
     if not os.path.isdir(root):
-        raise DataError(f"image folder {root} {_absent(root)}; {expected}")
+        raise DataError(f"image folder {root} {absent(root)}; {expected}")
     config = data_config(model)
     if crop_pct is not None:
         config["crop_pct"] = crop_pct
@@ -136,7 +136,8 @@ class _Unlabelled(Dataset):
         return self.transform(self.loader(str(self.files[index]))), -1
 
 
-def _absent(root: Path) -> str:
+def absent(root: Path) -> str:
+    """Why there is no such folder."""
     return "is a file" if os.path.exists(root) else "does not exist"
 
 
@@ -148,7 +149,7 @@ def image_files(path: str | Path, wanted: int) -> list[Path]:
     """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
     root = Path(path)
     if not os.path.isdir(root):
-        raise DataError(f"image folder {root} {_absent(root)}; expected a folder of images, or of folders of images")
+        raise DataError(f"image folder {root} {absent(root)}; expected a folder of images, or of folders of images")
     found = _images_in(root)
     if len(found) < wanted:
         few = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maskaq.boxes import ROI_UNITS, encoded, iou
+from maskaq.boxes import ROI_UNITS, encoded, iou, of_class, taken
 from maskaq.losses.distill import relative_error
 from maskaq.losses.layouts import in_ellipse
 
@@ -38,7 +38,7 @@ def proposal_loss(objectness: Tensor, deltas: Tensor, anchors: Tensor, objects: 
     is_not = (best < _ANCHOR_IS_NOT) & ~is_object
     found = _weighted_mean(F.softplus(-objectness), is_object.float())
     missed = _weighted_mean(F.softplus(objectness), is_not.float())
-    wanted = encoded(anchors, objects.gather(1, which[..., None].expand(-1, -1, 4)))
+    wanted = encoded(anchors, taken(objects, which))
     moved = F.smooth_l1_loss(deltas, wanted, reduction="none", beta=1 / 9).sum(dim=2)
     return 0.5 * (found + missed) + _weighted_mean(moved, is_object.float())
 
@@ -68,11 +68,11 @@ def roi_loss(
     target = torch.where(shows > 0, label + 1, 0)
     errors = F.cross_entropy(class_logits.flatten(0, 1), target.flatten(), reduction="none").view_as(best)
     classes = 0.5 * (_weighted_mean(errors, shows) + _weighted_mean(errors, 1 - shows))
-    matched = objects.gather(1, which[..., None].expand(-1, -1, 4))  # (B, R, 4)
-    own = _of_class(box_deltas, label)
+    matched = taken(objects, which)  # (B, R, 4)
+    own = of_class(box_deltas, label)
     wanted = encoded(boxes, matched, ROI_UNITS)
     moved = _weighted_mean(F.smooth_l1_loss(own, wanted, reduction="none").sum(dim=2), shows)
-    drawn = _of_class(mask_logits, label)  # (B, R, M, M)
+    drawn = of_class(mask_logits, label)  # (B, R, M, M)
     filled = in_ellipse(_places_in(boxes, drawn.shape[-1]), matched[:, :, None, None])
     masks = F.binary_cross_entropy_with_logits(drawn, filled, reduction="none").mean(dim=(2, 3))
     return classes + moved + _weighted_mean(masks, shows)
@@ -115,8 +115,8 @@ def roi_gap(
     classes = (log_p.exp() * (log_p - log_q)).sum(dim=2).mean(dim=1)
     label = class_logits[..., 1:].argmax(dim=2)
     is_object = 1 - log_p[..., 0].exp()
-    moved = F.smooth_l1_loss(_of_class(box_deltas_q, label), _of_class(box_deltas, label), reduction="none").sum(dim=2)
-    masks = binary_kl(_of_class(mask_logits, label), _of_class(mask_logits_q, label)).mean(dim=(2, 3))
+    moved = F.smooth_l1_loss(of_class(box_deltas_q, label), of_class(box_deltas, label), reduction="none").sum(dim=2)
+    masks = binary_kl(of_class(mask_logits, label), of_class(mask_logits_q, label)).mean(dim=(2, 3))
     return classes + _weighted_mean(moved + masks, is_object)
 
 
@@ -131,13 +131,6 @@ def binary_kl(teacher: Tensor, student: Tensor) -> Tensor:
 def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
     """(B, N) -> (B,): 0 where all weights are."""
     return (values * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-6)
-
-
-def _of_class(values: Tensor, label: Tensor) -> Tensor:
-    """(B, R, K, ...) -> (B, R, ...): of each box the values of its class (B, R)."""
-    rest = values.shape[3:]
-    index = label.view(*label.shape, 1, *[1] * len(rest)).expand(*label.shape, 1, *rest)
-    return values.gather(2, index).squeeze(2)
 
 
 def _places_in(boxes: Tensor, cells: int) -> Tensor:

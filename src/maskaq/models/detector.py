@@ -9,6 +9,7 @@ Images are normalised, (B, 3, H, W) of any size; a box is left, top, right, bott
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import FeaturePyramidNetwork, clip_boxes_to_image, nms, roi_align
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
-from maskaq.boxes import ROI_UNITS, decoded
+from maskaq.boxes import ROI_UNITS, decoded, of_class, taken
 from maskaq.models.windows import on_swin, padded
 
 STRIDES = (4, 8, 16, 32, 64)
@@ -151,19 +152,17 @@ class MaskRCNN(nn.Module):
         A level with fewer anchors repeats its own.
         """
         count = self.per_level if per_level is None else per_level
-        chosen, start = [], 0
-        for length in self._lengths(size):
-            best = objectness[:, start : start + length].topk(min(count, length), dim=1).indices
-            chosen.append(start + best[:, torch.arange(count, device=best.device) % best.shape[1]])
-            start += length
-        index = torch.cat(chosen, dim=1)
-        moved = deltas.gather(1, index[..., None].expand(-1, -1, 4))
-        return self.boxes_of(anchors[index], moved, size).detach()
+        best = self._best_of_levels(objectness, count, size)
+        index = torch.cat([x[:, torch.arange(count, device=x.device) % x.shape[1]] for x in best], dim=1)
+        return self.boxes_of(anchors[index], taken(deltas, index), size).detach()
 
-    def _lengths(self, size: tuple[int, int]) -> list[int]:
-        """How many anchors each level has, for images of a size."""
+    def _best_of_levels(self, objectness: Tensor, count: int, size: tuple[int, int]) -> list[Tensor]:
+        """(B, at most `count`) of each level: its highest-scored anchors, by their numbers among all."""
         sides = [side + -side % 32 for side in size]
-        return [len(RATIOS) * math.prod(-(-side // stride) for side in sides) for stride in STRIDES]
+        lengths = [len(RATIOS) * math.prod(-(-side // stride) for side in sides) for stride in STRIDES]
+        starts = accumulate(lengths[:-1], initial=0)
+        parts = zip(starts, objectness.split(lengths, dim=1), strict=True)
+        return [start + part.topk(min(count, part.shape[1]), dim=1).indices for start, part in parts]
 
     def heads(self, features: list[Tensor], boxes: Tensor) -> dict[str, Tensor]:
         """What the RoI heads say of boxes (B, R, 4).
@@ -222,8 +221,7 @@ class MaskRCNN(nn.Module):
         found |= self.choose(proposals, start["class_logits"], start["box_deltas"], size)
         start = found | given
         logits = self.segment(features, start["boxes"])
-        own = start["labels"][..., None, None, None].expand(-1, -1, 1, *logits.shape[-2:])
-        return found | {"masks": logits.gather(2, own).squeeze(2).sigmoid()}
+        return found | {"masks": of_class(logits, start["labels"]).sigmoid()}
 
     @torch.no_grad()
     def detect(
@@ -239,18 +237,14 @@ class MaskRCNN(nn.Module):
 
     def propose(self, objectness: Tensor, deltas: Tensor, anchors: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, P, 4): the best boxes of each level, less those that overlap better ones of it; empty ones at the end."""
-        best, levels, start = [], [], 0
-        for number, length in enumerate(self._lengths(size)):
-            part = objectness[:, start : start + length].topk(min(self.proposals, length), dim=1).indices
-            best.append(start + part)
-            levels += [number] * part.shape[1]
-            start += length
+        best = self._best_of_levels(objectness, self.proposals, size)
+        levels = [number for number, part in enumerate(best) for _ in range(part.shape[1])]
         index = torch.cat(best, dim=1)
-        boxes = self.boxes_of(anchors[index], deltas.gather(1, index[..., None].expand(-1, -1, 4)), size)
+        boxes = self.boxes_of(anchors[index], taken(deltas, index), size)
         scores = objectness.gather(1, index).float().masked_fill(~_is_solid(boxes), -math.inf)
         left = self.proposal_nms(_apart(boxes, torch.tensor(levels, device=boxes.device), size), scores)
         scores, index = scores.masked_fill(~left, -math.inf).topk(min(self.proposals, scores.shape[1]), dim=1)
-        return boxes.gather(1, index[..., None].expand(-1, -1, 4)) * (scores > -math.inf)[..., None]
+        return taken(boxes, index) * (scores > -math.inf)[..., None]
 
     def choose(
         self, proposals: Tensor, class_logits: Tensor, box_deltas: Tensor, size: tuple[int, int]
@@ -262,7 +256,7 @@ class MaskRCNN(nn.Module):
         scores = scores.flatten(1)
         left = self.object_nms(_apart(boxes, label, size), scores)
         scores, index = scores.masked_fill(~left, 0).topk(min(self.detections, scores.shape[1]), dim=1)
-        boxes = boxes.gather(1, index[..., None].expand(-1, -1, 4)) * (scores > 0)[..., None]
+        boxes = taken(boxes, index) * (scores > 0)[..., None]
         return {"boxes": boxes, "labels": index % self.num_classes, "scores": scores}
 
 

@@ -66,10 +66,6 @@ class Detection(Task):
         dict.fromkeys(CLASS_TERMS) | {"class_prior": "object_prior"} | dict.fromkeys(LOGIT_TERMS, "detection_gap")
     )
 
-    def targets(self, indices: Tensor, classes: int) -> Tensor:
-        """None: an image has several objects."""
-        return torch.full_like(indices, -1)
-
     def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
         """The pyramid is matched like blocks."""
         found = super().terms(weights)
@@ -104,12 +100,6 @@ class Detection(Task):
         p, q = (outputs[self.output].argmax(dim=2) for outputs in (expected, found))
         counts = torch.where((p > 0).any(dim=1, keepdim=True), p > 0, True).float()
         return ((p == q) * counts).sum(dim=1) / counts.sum(dim=1)
-
-    def show_agreement(self, value: float) -> str:
-        return f"{100 * value:.1f} %"
-
-    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
-        return {"similarity": self.agreement(expected, found).item()}
 
     @torch.no_grad()
     def drawn(self, model: Any, images: Tensor) -> Tensor:

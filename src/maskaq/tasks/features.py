@@ -6,7 +6,7 @@ For models without a classifier: DINOv2, the image towers of CLIP and SigLIP, an
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,6 @@ class Features(Task):
         LOGIT_TERMS, "feature_error"
     )
 
-    def targets(self, indices: Tensor, classes: int) -> Tensor:
-        """None: there are no classes."""
-        return torch.full_like(indices, -1)
-
     def distance(self, expected: Outputs, found: Outputs) -> Tensor:
         return 1 - self.agreement(expected, found)
 
@@ -86,9 +82,6 @@ class Features(Task):
 
     def show_agreement(self, value: float) -> str:
         return f"{value:.3f}"
-
-    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
-        return {"similarity": self.agreement(expected, found).item()}
 
     @torch.no_grad()
     def evaluate(

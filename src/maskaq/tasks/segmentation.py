@@ -64,10 +64,6 @@ class Segmentation(Task):
         dict.fromkeys(CLASS_TERMS) | {"class_prior": "pixel_prior"} | dict.fromkeys(LOGIT_TERMS, "pixel_kl")
     )
 
-    def targets(self, indices: Tensor, classes: int) -> Tensor:
-        """None: an image has many classes."""
-        return torch.full_like(indices, -1)
-
     def layouts(self, keys: Tensor, geometry: Geometry) -> Layout:
         return class_maps(keys, geometry.classes, geometry.image_size)
 
@@ -82,12 +78,6 @@ class Segmentation(Task):
     def agreement(self, expected: Outputs, found: Outputs) -> Tensor:
         same = found[self.output].argmax(dim=1) == expected[self.output].argmax(dim=1)
         return same.float().mean(dim=(1, 2))
-
-    def show_agreement(self, value: float) -> str:
-        return f"{100 * value:.1f} %"
-
-    def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
-        return {"similarity": self.agreement(expected, found).item()}
 
     @torch.no_grad()
     def drawn(self, model: nn.Module, images: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from maskaq.progress import Progress
@@ -104,9 +105,9 @@ class Task(ABC):
         measured = [x for x in figures[:-1] if x is not None]
         return bool(measured) and all(type(x) in (int, float) for x in measured) and type(figures[-1]) is int
 
-    @abstractmethod
     def targets(self, indices: Tensor, classes: int) -> Tensor:
-        """What the images of these numbers are made for: (B,) class numbers, -1 for none."""
+        """What the images of these numbers are made for: (B,) class numbers, -1 for none, as in all tasks but one."""
+        return torch.full_like(indices, -1)
 
     def terms(self, weights: Mapping[str, float]) -> dict[str, float]:
         """The loss terms of a recipe with those that this task has in their place."""
@@ -142,13 +143,13 @@ class Task(ABC):
     def agreement(self, expected: Outputs, found: Outputs) -> Tensor:
         """(B,): how much the outputs of a model agree with the teacher's, at most 1."""
 
-    @abstractmethod
     def show_agreement(self, value: float) -> str:
         """A mean agreement in figures."""
+        return f"{100 * value:.1f} %"
 
-    @abstractmethod
     def describe(self, expected: Outputs, found: Outputs, label: int) -> dict[str, Any]:
         """What a report says below one image, from the teacher's and the student's outputs for it, a batch of one."""
+        return {"similarity": self.agreement(expected, found).item()}
 
     def drawn(self, model: nn.Module, images: Tensor) -> Tensor | None:
         """(B, 3, H, W) uint8: what a model finds in normalised images, drawn on them; None where there is no place."""

@@ -51,14 +51,15 @@ def make_peers(
         if calibrated_on and not needs_images:
             continue
         label = f"{name}, {calibrated_on}" if calibrated_on else name
-        logging.disable(logging.WARNING)  # ONNX Runtime logs a line for each LayerNorm, once per set of images
+        level = logging.root.manager.disable
+        logging.disable(max(level, logging.WARNING))  # ONNX Runtime logs a line for each LayerNorm
         try:
             peers.append(makers[name](label, Path(folder)))
         except Exception as error:  # every tool raises classes of its own
             reason = str(error).strip().splitlines()
             raise ExportError(f"{name} could not quantize the model: {reason[-1] if reason else error!r}") from error
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(level)
     return peers
 
 

@@ -25,7 +25,7 @@ from maskaq.errors import ExportError, MaskaqError
 from maskaq.models.detector import OBJECTS, image_size, placed
 
 FLOAT_PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "MatMulNBits")
-INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm", "ConvInteger")
+INTEGER_PRODUCTS = ("MatMulIntegerToFloat", "QLinearMatMul", "MatMulInteger", "QGemm")
 _READERS = {".onnx": "onnxruntime", ".xml": "openvino", ".pte": "executorch"}
 _IMAGES = 16
 """At least so many pass in one measurement: below, the clock and the scheduler show."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.ops import clip_boxes_to_image, roi_align
 
-from maskaq.boxes import ROI_UNITS, encoded, iou
+from maskaq.boxes import ROI_UNITS, encoded, iou, of_class, taken
 from maskaq.models.detector import MaskRCNN, image_size
 from maskaq.randomness import fold, uniform
 
@@ -61,10 +61,8 @@ def detection_losses(
     cross_entropy = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none").view_as(classes)
     total = counts.sum(dim=1).clamp(min=1)
     losses["class"] = (cross_entropy * counts).sum(dim=1) / total
-    of_class = labels.clamp(min=0)[..., None, None]
-    wanted = _encoded(boxes, _taken(objects.boxes, match), found, ROI_UNITS)
-    own = moved.gather(2, of_class.expand(-1, -1, -1, 4))[:, :, 0]
-    losses["box"] = (_smooth_l1(own, wanted) * found).sum(dim=1) / total
+    wanted = _encoded(boxes, taken(objects.boxes, match), found, ROI_UNITS)
+    losses["box"] = (_smooth_l1(of_class(moved, labels.clamp(min=0)), wanted) * found).sum(dim=1) / total
     losses["mask"] = _mask_loss(model, features, boxes[:, :positive], match[:, :positive], found[:, :positive], objects)
     return losses
 
@@ -83,7 +81,7 @@ def _rpn_losses(
     sampled = foreground | background
     total = sampled.sum(dim=1).clamp(min=1)
     entropy = F.binary_cross_entropy_with_logits(objectness, foreground.float(), reduction="none")
-    wanted = _encoded(anchors.expand_as(deltas), _taken(objects.boxes, match), foreground)
+    wanted = _encoded(anchors.expand_as(deltas), taken(objects.boxes, match), foreground)
     return {
         "objectness": (entropy * sampled).sum(dim=1) / total,
         "proposal": (_smooth_l1(deltas, wanted) * foreground).sum(dim=1) / total,
@@ -105,7 +103,7 @@ def _sampled(
     index = torch.cat([(among * (1 + draws)).topk(count, dim=1).indices for among, count in numbers], dim=1)
     first = torch.arange(rois, device=keys.device) < positive
     found, empty = foreground.gather(1, index) & first, background.gather(1, index) & ~first
-    return _taken(candidates, index), match.gather(1, index), found, found | empty
+    return taken(candidates, index), match.gather(1, index), found, found | empty
 
 
 def _mask_loss(
@@ -113,12 +111,11 @@ def _mask_loss(
 ) -> Tensor:
     logits = model.segment(features, boxes).float()
     labels = objects.labels.gather(1, match).clamp(min=0)
-    side = logits.shape[-1]
-    own = logits.gather(2, labels[..., None, None, None].expand(-1, -1, -1, side, side))[:, :, 0]
+    own = of_class(logits, labels)
     number = match + objects.masks.shape[1] * torch.arange(len(match), device=match.device)[:, None]
     rois = torch.cat([number.flatten()[:, None].to(boxes.dtype), boxes.flatten(0, 1)], dim=1)
     masks = objects.masks.flatten(0, 1)[:, None].to(boxes.dtype)
-    wanted = (roi_align(masks, rois, side, sampling_ratio=0, aligned=True) >= 0.5).float().view_as(own)
+    wanted = (roi_align(masks, rois, own.shape[-1], sampling_ratio=0, aligned=True) >= 0.5).float().view_as(own)
     entropy = F.binary_cross_entropy_with_logits(own, wanted, reduction="none").mean(dim=(2, 3))
     return (entropy * found).sum(dim=1) / found.sum(dim=1).clamp(min=1)
 
@@ -138,11 +135,6 @@ def _near(boxes: Tensor, keys: Tensor) -> Tensor:
 def _about(count: int | Tensor, among: Tensor, draws: Tensor) -> Tensor:
     """(B, n) bool: those `among`, each with such a chance that about `count` of an image remain, or all."""
     return among & (draws * among.sum(dim=1, keepdim=True) < count)
-
-
-def _taken(values: Tensor, index: Tensor) -> Tensor:
-    """(B, n, 4) and (B, m) -> (B, m, 4)."""
-    return values.gather(1, index[..., None].expand(-1, -1, 4))
 
 
 def _encoded(boxes: Tensor, wanted: Tensor, there: Tensor, units: tuple[float, float] = (1, 1)) -> Tensor:

@@ -28,7 +28,7 @@ from maskaq.models import expose, geometry
 from maskaq.models.folding import fold_
 from maskaq.models.structure import tensors_of
 from maskaq.quant.plan import build_plan
-from maskaq.quant.rotation import teacher_of
+from maskaq.quant.rotation import rotate_online_, teacher_of
 from maskaq.report import comparison as page
 from maskaq.runs.compare import Comparison, entries, rows_of
 from maskaq.runs.plans import make_plan
@@ -150,7 +150,7 @@ def test_mixed_bits_are_chosen_within_the_average(kind):
 @KINDS
 def test_hidden_channels_are_rotated_exactly(kind):
     model = DENSE[kind]()
-    turned = teacher_of(model, small_recipe("quantization.rotate=['hidden']").quantization)
+    turned = rotate_online_(teacher_of(model, small_recipe("quantization.rotate=['hidden']").quantization))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     task = task_of(model)
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """quantization.rotate: the same model in another basis, all that follows it, and what is left out."""
 
+import copy
 import inspect
 import json
 from functools import partial
@@ -33,14 +34,17 @@ from maskaq.artifact.saved import find_architecture
 from maskaq.cli.main import main
 from maskaq.errors import MaskaqError, ModelError, RecipeError
 from maskaq.models import expose
+from maskaq.models.structure import mlps
 from maskaq.models.taps import taps
+from maskaq.quant.mixed import measure_costs
 from maskaq.quant.plan import QuantPlan, build_plan, plan_of
-from maskaq.quant.rotation import Rotation, hadamard, mean_keeping, rotate, rotated, teacher_of
+from maskaq.quant.rotation import Rotation, hadamard, mean_keeping, rotate, rotate_online_, rotated, teacher_of
 from maskaq.quant.twin import deploy, init_ranges_, quantized_twin
 from maskaq.recipe.schema import ROTATIONS, Quantization, load_recipe, recipe_from_dict, to_dict, to_toml
 from maskaq.runs import opened as results
 from maskaq.runs.quantize import noise, quantize
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
+from maskaq.tasks import task_of
 
 ALL = "quantization.rotate=heads,residual,hidden"
 
@@ -111,12 +115,13 @@ def test_a_rotated_model_computes_what_the_original_does(family):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     expected = model(images)
     for names in (*((name,) for name in ROTATIONS), ROTATIONS):
-        turned = rotate(model, names)
-        found = turned(images)
-        assert ((found - expected).norm() / expected.norm()).item() < 1e-5
-        assert not any(parameter.requires_grad for parameter in turned.parameters())
-        assert rotated(turned).original_keys(turned.state_dict()).keys() == before.keys()
-        assert rotated(turned).sites or rotated(turned).left_out
+        teacher = rotate(model, names)
+        for turned in (teacher, rotate_online_(copy.deepcopy(teacher))):
+            found = turned(images)
+            assert ((found - expected).norm() / expected.norm()).item() < 1e-5
+            assert not any(parameter.requires_grad for parameter in turned.parameters())
+            assert rotated(turned).original_keys(turned.state_dict()).keys() == before.keys()
+            assert rotated(turned).sites or rotated(turned).left_out
     assert_same(before, dict(model.state_dict()))
 
 
@@ -177,6 +182,26 @@ def test_an_online_rotation_turns_each_block_of_channels():
     x = torch.randn(2, 3, 12)
     expected = torch.cat([part.double() @ matrix.T for part in x.split(4, dim=-1)], dim=-1)
     torch.testing.assert_close(Rotation(matrix)(x).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+def test_hidden_channels_are_rotated_in_the_student_alone(build):
+    model, scheme = expose(build()), Quantization(rotate=("hidden",))
+    teacher = teacher_of(model, scheme)
+    assert_same(dict(model.state_dict()), dict(teacher.state_dict()))
+    student = quantized_twin(teacher, scheme)
+    online = [name for name, module in student.named_modules() if isinstance(module, Rotation)]
+    assert online and online == [f"{name}.norm" for name in mlps(model)]
+    assert {site.name for site in plan_of(student) if site.rotation} == {f"{name}.fc2.input" for name in mlps(model)}
+
+
+def test_layers_measured_for_mixed_precision_are_those_of_the_rotated_student():
+    scheme = Quantization(rotate=ROTATIONS)
+    teacher = teacher_of(tiny_vit(), scheme)
+    sites = [f"{name}.fc2.weight" for name in mlps(teacher)]
+    costs = measure_costs(teacher, build_plan(teacher, scheme), scheme, sites, noise(teacher, 4, 0), task_of(teacher))
+    for found in costs.values():
+        assert found[8] < 1e-3 and found[8] < found[4] < found[2]
 
 
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])

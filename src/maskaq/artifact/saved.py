@@ -33,7 +33,7 @@ from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers, replace_module
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 from maskaq.quant.plan import QuantPlan, plan_of
-from maskaq.quant.rotation import rotate, rotated
+from maskaq.quant.rotation import rotate, rotate_online_, rotated
 from maskaq.quant.twin import deploy
 from maskaq.storage import files, runfolder
 
@@ -384,7 +384,7 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
         record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
     model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
     model = expose(model, config.get("task", "classification"))
-    model = rotate(model, config["quantization_config"].get("rotate", ()), blank=True)
+    model = rotate_online_(rotate(model, config["quantization_config"].get("rotate", ()), blank=True), blank=True)
     if config["quantization_config"].get("mlp") == "relu":
         put_relu_(model)
     _deploy_blank(model, config["quantization_config"])

@@ -4,6 +4,7 @@ A layer's weights are quantized alone, at each width, and the predictions compar
 images. Bits then go where they save most, one layer at a time, until the average is reached.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from maskaq.progress import Progress
 from maskaq.quant.kinds import layers
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, has_own_bits
+from maskaq.quant.rotation import rotate_online_
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Quantization
 
@@ -92,11 +94,12 @@ def measure_costs(
     progress = progress or Progress()
     progress.stage("measure layers for mixed precision", len(WIDTHS) * len(sites) * len(images))
     expected = task.run(teacher, images)
+    unrounded = rotate_online_(copy.deepcopy(teacher))  # what a student's weights are before they are rounded
     costs: Costs = {name: {} for name in sites}
     for bits in WIDTHS:
         student = _of_width(bits, teacher, plan, scheme, sites, images)
         for name in sites:
-            with _only(student, teacher, name.removesuffix(".weight")):
+            with _only(student, unrounded, name.removesuffix(".weight")):
                 found = task.run(student, images, expected)
             costs[name][bits] = task.distance(expected, found).mean().item()
             progress.advance(len(images))
@@ -104,12 +107,12 @@ def measure_costs(
 
 
 @contextmanager
-def _only(student: nn.Module, teacher: nn.Module, layer: str) -> Iterator[None]:
-    """Context in which the weights of one layer are quantized and all others are the teacher's."""
+def _only(student: nn.Module, unrounded: nn.Module, layer: str) -> Iterator[None]:
+    """Context in which the weights of one layer are quantized and all others are not."""
     others = {n: m for n, m in student.named_modules() if isinstance(m, QuantWeightMixin) and n != layer}
     try:
         for name, module in others.items():
-            module.held_weight = teacher.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
+            module.held_weight = unrounded.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
         yield
     finally:
         for module in others.values():

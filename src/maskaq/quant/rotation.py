@@ -5,16 +5,17 @@ matrix M spreads them: W x = (W M^T)(M x). Three places (`quantization.rotate`):
 
     heads       q and k, and v and what `proj` reads, inside each head; in the weights, at no cost
     residual    the residual stream, so what every norm gives to the next layer; in the weights, at no cost
-    hidden      what the second layer of an MLP reads; online, in blocks of at most 32 channels
+    hidden      what the second layer of an MLP reads; online, in blocks of at most 32 channels, in the student alone
 
-The matrices are fixed and never learned. Teacher and student are rotated alike, before anything else happens, so that
-all that compares them compares them in one basis.
+The matrices are fixed and never learned. Teacher and student have the same heads and the same residual stream, so that
+all that compares them compares them in one basis. Inside an MLP nothing is compared: the teacher, which has no grid
+there, is spared the online rotation.
 """
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class Rotated:
     """Site name -> the rotation that its values went through."""
     left_out: tuple[str, ...] = ()
     """What the model's structure forbids, and why."""
+    online: Mapping[str, int] = field(default_factory=dict)
+    """MLP -> channels of a block: rotations that `rotate_online_` is still to put in."""
     added: tuple[str, ...] = ()
     """Keys of the state dict that the model had not before."""
     moved: Mapping[str, str] = field(default_factory=dict)
@@ -86,6 +89,8 @@ def rotated(model: nn.Module) -> Rotated:
 def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Module:
     """A rotated copy of an exposed model: the same outputs. The model itself if there is nothing to do.
 
+    Rotations of `hidden` are noted, and are put in by `rotate_online_`.
+
     Args:
         names: out of `ROTATIONS`.
         blank: only put in what a rotated model has more, and leave the weights: others will be loaded.
@@ -103,11 +108,25 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
     rotator = _Rotator(_untied(model), blank)
     for name in names:
         getattr(rotator, name)()
-    found = Rotated(names, rotator.sites, tuple(rotator.left_out), tuple(rotator.added), rotator.moved)
+    found = Rotated(
+        names, rotator.sites, tuple(rotator.left_out), rotator.online, tuple(rotator.added), dict(rotator.moved)
+    )
     rotator.model._maskaq_rotated = found  # type: ignore[assignment]
     if names and not blank:
-        _check_equal(model, rotator.model)
+        _check_equal(model, rotate_online_(copy.deepcopy(rotator.model)))
     return rotator.model
+
+
+@torch.no_grad()
+def rotate_online_(model: nn.Module, blank: bool = False) -> nn.Module:
+    """Put the online rotations into a rotated model, in place: M in front of fc2, which undoes it."""
+    found = rotated(model)
+    rotator = _Rotator(model, blank)
+    for name, size in found.online.items():
+        rotator.turn_hidden(name, hadamard(size))
+    added, moved = (*found.added, *rotator.added), {**found.moved, **rotator.moved}
+    model._maskaq_rotated = replace(found, online={}, added=added, moved=moved)  # type: ignore[assignment]
+    return model
 
 
 def _untied(model: nn.Module) -> nn.Module:
@@ -181,6 +200,7 @@ class _Rotator:
         self.model, self.blank = model, blank
         self.sites: dict[str, str] = {}
         self.left_out: list[str] = []
+        self.online: dict[str, int] = {}
         self.added: list[str] = []
         self.moved: dict[str, str] = {}
 
@@ -249,17 +269,20 @@ class _Rotator:
             self._append(stream.entry, Rotation(matrix))
 
     def hidden(self) -> None:
-        """An online rotation in front of every fc2, which undoes it."""
+        """Note how the input of every fc2 is to be rotated."""
         for name in mlps(self.model):
             mlp: Any = self.model.get_submodule(name)
             width = mlp.fc2.in_features
             if (size := math.gcd(width, BLOCK)) == 1:
                 self.left_out.append(f"hidden: {name} has {width} channels, an odd number")
                 continue
-            matrix = hadamard(size)
-            self._append(f"{name}.norm", Rotation(matrix))
-            self.change(mlp.fc2.weight, _columns, matrix)
+            self.online[name] = size
             self.sites[f"{name}.fc2.input"] = "hidden"
+
+    def turn_hidden(self, name: str, matrix: Tensor) -> None:
+        mlp: Any = self.model.get_submodule(name)
+        self._append(f"{name}.norm", Rotation(matrix))
+        self.change(mlp.fc2.weight, _columns, matrix)
 
     def change(self, tensor: Tensor | None, function: Callable[..., Tensor], *others: Tensor) -> None:
         """tensor <- function(tensor, *others)."""

@@ -13,6 +13,7 @@ from maskaq.quant.kinds import layers, refuse_quantized, replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.quantizers import Quantizer, make_quantizer
+from maskaq.quant.rotation import rotate_online_
 from maskaq.recipe.schema import Quantization
 
 
@@ -24,7 +25,7 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | N
     """
     refuse_quantized(teacher)
     plan = build_plan(teacher, scheme) if plan is None else plan
-    twin = copy.deepcopy(teacher)
+    twin = rotate_online_(copy.deepcopy(teacher))
     if scheme.mlp == "relu":
         put_relu_(twin)
     known = {f"{name}.{slot}" for name, (_, kind) in layers(twin).items() for slot in kind.slots}

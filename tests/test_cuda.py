@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from helpers import Ears, hook, small_recipe
 
@@ -83,6 +84,41 @@ def test_calibration_goes_where_the_plain_engine_takes_it(fast, name):
     # Between them ways part: codes of 4 bits turn on the last digit of a bfloat16.
     assert ends[1][0] == pytest.approx(ends[0][0], rel=0.05)
     assert ends[1][-1] == pytest.approx(ends[0][-1], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["scenes_segmenter", "scenes_detector"])
+def test_dense_models_calibrate_as_with_the_plain_engine(fast, name):
+    scenes, ends = leaves(name)[:8], []
+    recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, batch=4))
+    for engine in (PLAIN, fast):
+        calibrator = Calibrator(*models(name), recipe, engine=engine)
+        ends.append([calibrator.epoch(scenes, epoch)["loss"] for epoch in range(4)])  # replayed from the second on
+    assert ends[1] == pytest.approx(ends[0], rel=0.15)
+
+
+def test_a_model_that_builds_positions_on_the_cpu_is_captured(fast):
+    torch.manual_seed(0)
+    teacher = expose(timm.create_model("vit_small_patch16_dinov3", img_size=64, depth=2, num_classes=10)).cuda()
+    student = quantized_twin(teacher, RECIPE.quantization)
+    init_ranges_(student, noise(teacher, 4, 0), RECIPE.quantization)
+    synthesizer = Synthesizer(teacher, student, RECIPE, engine=fast)
+    synthesizer(torch.arange(32))
+    assert synthesizer._buffers.advance.graph is not None
+
+
+def test_a_step_that_cannot_be_captured_goes_on_eagerly():
+    from maskaq.engine.fast import _Replayed  # it needs triton
+
+    notes, total = [], torch.zeros(1, device="cuda")
+
+    def step():
+        total.add_(total.cpu().cuda() * 0 + 1)  # asks the host
+
+    repeated = _Replayed(step, torch.device("cuda"), notes.append)
+    for _ in range(6):
+        repeated()
+    torch.cuda.synchronize()
+    assert total.item() == 6 and len(notes) == 1
 
 
 @each_model

@@ -491,6 +491,22 @@ def test_the_model_is_afterwards_as_it_was(fast):
 
 
 @inside
+def test_rotary_positions_are_built_once_for_a_size(fast, monkeypatch):
+    """timm builds them on the CPU at each pass, which cannot be captured in a CUDA graph."""
+    model = expose(small("dinov3"))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    want, calls, rotary = model(images), [], type(model.rope)
+    build = rotary.get_embed
+    monkeypatch.setattr(rotary, "get_embed", lambda self, *a, **k: calls.append(a) or build(self, *a, **k))
+    for _ in range(2):
+        with fast.applied(model), torch.no_grad():
+            torch.testing.assert_close(model(images), want, rtol=1e-4, atol=1e-4)
+    assert len(calls) == 1
+    model(images)
+    assert len(calls) == 2
+
+
+@inside
 def test_an_image_that_is_no_whole_number_of_patches(fast):
     """A convolution leaves the rest of the image out."""
     model = expose(CLASS_TOKEN(img_size=(18, 8), depth=1))

@@ -12,15 +12,16 @@ def pick_engine(device: torch.device, fast: bool | None = None, progress: Progre
     """The fast engine on a GPU where it works, else the plain one. `fast=False` always gives the plain one."""
     if fast is False or device.type != "cuda":
         return PLAIN
+    note = (progress or Progress()).note
     try:
         from maskaq.engine.fast import FastEngine
 
-        engine = FastEngine(device)
+        engine = FastEngine(device, note=note)
         engine.compiled(_probe)(torch.ones(2, device=device))
         return engine
     except Exception as error:  # no Triton, no C compiler, an old GPU: each fails in its own way
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        (progress or Progress()).note(f"the fast engine cannot run here, the plain one does: {reason[0]}")
+        note(f"the fast engine cannot run here, the plain one does: {reason[0]}")
         return PLAIN
 
 

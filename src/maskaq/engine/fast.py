@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,12 @@ class FastEngine(Engine):
     captures = True
     seconds_between_looks = 0.5
 
-    def __init__(self, device: torch.device, backend: str = "inductor") -> None:
+    def __init__(
+        self, device: torch.device, backend: str = "inductor", note: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.device = device
+        self.note = note
+        self._positions: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
         self.compiled = functools.cache(  # type: ignore[method-assign]
             functools.partial(torch.compile, dynamic=False, backend=backend)
         )
@@ -47,6 +52,7 @@ class FastEngine(Engine):
         regions = [model.get_submodule(name) for name in _regions(model)]
         attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
         embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
+        rotary: list[Any] = [module for module in model.modules() if _is_fixed_rotary(module)]
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32
@@ -60,6 +66,8 @@ class FastEngine(Engine):
                 attention.fused = _fused_attention  # type: ignore[assignment]
             for conv in embeddings:
                 conv._conv_forward = types.MethodType(_patchwise, conv)
+            for module in rotary:
+                module.get_embed = functools.partial(self._embed, module)
             # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
             with torch._dynamo.config.patch(recompile_limit=64), _current(self.device):
                 yield
@@ -71,12 +79,26 @@ class FastEngine(Engine):
                 attention.fused = None  # type: ignore[assignment]
             for conv in embeddings:
                 conv.__dict__.pop("_conv_forward", None)
+            for module in rotary:
+                module.__dict__.pop("get_embed", None)
 
     def precision(self) -> AbstractContextManager[Any]:
         return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # a cached cast would miss a replay's update
 
     def repeated(self, step: Step) -> Step:
-        return _Replayed(step, self.device)
+        return _Replayed(step, self.device, self.note)
+
+    def _embed(self, rotary: Any, *args: Any, **kwargs: Any) -> Any:
+        """`get_embed`, computed once: timm builds the grid on the CPU at each pass, and a CUDA graph cannot copy it.
+
+        What is computed is kept as long as the module: captured graphs read it.
+        """
+        kept = self._positions.setdefault(rotary, {})
+        key = repr((args, kwargs, [buffer.device for buffer in rotary.buffers()]))
+        if key not in kept:
+            with torch.no_grad():
+                kept[key] = type(rotary).get_embed(rotary, *args, **kwargs)
+        return kept[key]
 
     def once(self) -> AbstractContextManager[Any]:
         return torch.compiler.set_stance("force_eager")
@@ -89,13 +111,17 @@ def _regions(model: nn.Module) -> list[str]:
 
 
 class _Replayed:
-    """A step that runs eagerly a few times, then is captured in a CUDA graph and replayed with one launch."""
+    """A step that runs eagerly a few times, then is captured in a CUDA graph and replayed with one launch.
+
+    A model whose code cannot be captured, because it asks the host in the middle of a pass, goes on eagerly.
+    """
 
     WARM_UP = 3
     IN_FLIGHT = 4  # steps the host may be ahead of the GPU: enough to keep it busy, few enough for a true progress bar
 
-    def __init__(self, step: Step, device: torch.device) -> None:
+    def __init__(self, step: Step, device: torch.device, note: Callable[[str], None]) -> None:
         self.step = step
+        self.note = note
         self.device = device
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -106,23 +132,34 @@ class _Replayed:
         with _current(self.device):
             if self.graph is not None:
                 self.graph.replay()
-            elif self.calls < self.WARM_UP:
+            elif self.calls == self.WARM_UP and self._capture():
+                self.graph.replay()  # type: ignore[attr-defined]
+            else:
                 self.side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self.side):
                     self.step()
                 torch.cuda.current_stream().wait_stream(self.side)
-            else:
-                graph = torch.cuda.CUDAGraph()
-                with _without_garbage(), torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
-                    self.step()
-                self.graph = graph
-                self.graph.replay()
             self.calls += 1
             event = torch.cuda.Event(blocking=True)
             event.record()
             self.pending.append(event)
             if len(self.pending) > self.IN_FLIGHT:
                 self.pending.popleft().synchronize()
+
+    def _capture(self) -> bool:
+        """Capture a step, which does not run it; False, with a note, where that is not possible."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _without_garbage(), torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
+                self.step()
+        except torch.OutOfMemoryError:
+            raise  # the caller goes on with smaller parts
+        except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.note(f"a step cannot be captured in a CUDA graph, and is launched kernel by kernel: {reason}")
+            return False
+        self.graph = graph
+        return True
 
 
 @contextmanager
@@ -215,6 +252,11 @@ def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def _is_patchwise(conv: Any) -> bool:
     return conv.kernel_size == conv.stride and conv.padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
+
+
+def _is_fixed_rotary(module: nn.Module) -> bool:
+    """timm's rotary positions of a grid, unless they are learned."""
+    return callable(getattr(module, "get_embed", None)) and not list(module.parameters())
 
 
 def _probability_grid(av: nn.Module, q: Tensor) -> tuple[Tensor | None, int, Tensor | None] | None:

@@ -43,6 +43,7 @@ from maskaq.losses.terms import SYNTHESIS_TERMS, Objective, synthesis_term
 from maskaq.models import AttentionProducts, expose
 from maskaq.quant import grid
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, quantizer
+from maskaq.runs.engines import engine_of_run
 
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="the fast engine needs triton")
 
@@ -564,6 +565,18 @@ def test_where_the_fast_engine_fails_the_plain_one_serves_with_a_note(monkeypatc
     assert pick_engine(torch.device("cuda"), progress=progress) is PLAIN
     assert progress.notes == [f"the fast engine cannot run here, the plain one does: {said}"]
     assert pick_engine(torch.device("cuda")) is PLAIN, "nobody needs to progress"
+
+
+@outside
+def test_detectors_and_segmenters_run_plainly_on_a_gpu_unless_one_insists(monkeypatch):
+    """Their calibration on the fast engine gave NaN on an H200."""
+    asked, ears = [], Ears()
+    monkeypatch.setattr("maskaq.runs.engines.pick_engine", lambda device, fast, progress: asked.append(fast))
+    for task in ("classification", "features", "segmentation", "detection"):
+        for fast in (None, True, False):
+            engine_of_run(task, torch.device("cuda"), fast, ears)
+    assert asked == [None, True, False] * 2 + [False, True, False] * 2
+    assert [note.split()[0] for note in ears.notes] == ["segmentation", "detection"]
 
 
 @outside

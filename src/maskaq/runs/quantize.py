@@ -21,7 +21,7 @@ from maskaq.calibrate.rectify import Rectifier
 from maskaq.calibrate.reparametrize import Reparametrizer
 from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
-from maskaq.engine import Engine, pick_engine
+from maskaq.engine import Engine
 from maskaq.errors import ModelError, RunFolderError
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
@@ -35,6 +35,7 @@ from maskaq.ranks import ALONE, Ranks, joined
 from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
 from maskaq.runs.arguments import check_arguments, check_recipe, identity, up_to_date_identity, whole_number
+from maskaq.runs.engines import engine_of_run
 from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import check_alike, describe_run, pick_device
@@ -97,7 +98,8 @@ def quantize(
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
         forecast: report an estimate of the total time to `progress`, from a few timed steps.
-        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can.
+        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can, except for
+            detectors and segmenters, which need True.
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
         report: measure what a report needs, at the end.
@@ -128,7 +130,8 @@ def quantize(
         if (few := geometry(teacher).left_out) and recipe.data_free and ranks.leads:
             progress.note(f"{len(few)} attentions are quantized and left out of the losses on attention maps: {few[0]}")
         with ranks.leader_first():  # it writes down what the run is
-            job = _Job.prepare(teacher, recipe, out, seed, progress, pick_engine(device, fast, progress), ranks)
+            engine = engine_of_run(geometry(teacher).task, device, fast, progress)
+            job = _Job.prepare(teacher, recipe, out, seed, progress, engine, ranks)
             about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
             run = _open(job, out, asked, about, lease)
         with run:

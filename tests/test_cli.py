@@ -856,6 +856,7 @@ def test_an_interrupt_says_how_to_go_on_and_the_run_ends_as_if_there_had_been_no
     assert_same_run(out, finished)
 
 
+@pytest.mark.slow
 def test_sigterm_is_told_in_one_line_with_143_and_the_folder_is_free_again(files, tmp_path, finished):
     out = tmp_path / "run"
     slow = "import time; from helpers import hook; from maskaq.cli import main as cli; "
@@ -962,9 +963,10 @@ def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluat
     safetensors.torch.save_file(tiny_vit(seed=1).state_dict(), other)
     (tmp_path / "damaged.safetensors").write_bytes(b"\0" * 100)
     monkeypatch.setattr("maskaq.runs.opened.evaluate", lambda *_: pytest.fail("evaluated"))
-    for out, data in ((finished, files / "data"), (embedded, DEMO_DATA)):
+    unfit = other, tmp_path / "damaged.safetensors", tmp_path / "gone.safetensors", tmp_path
+    for out, data, given in ((finished, files / "data", unfit), (embedded, DEMO_DATA, unfit[:1])):
         before = content(out)
-        for file in (other, tmp_path / "damaged.safetensors", tmp_path / "gone.safetensors", tmp_path):
+        for file in given:
             for words in (("evaluate", out, "--data", data), ("calibrate", out), ("report", out)):
                 code, _, err = call(*words, "--device", "cpu", "--checkpoint", file)
                 assert code == 1 and err.startswith("error: ") and err.count("\n") < 40

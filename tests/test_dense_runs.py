@@ -35,7 +35,7 @@ from maskaq.runs.plans import make_plan
 from maskaq.runs.quantize import quantize
 from maskaq.tasks import evaluate, task_of
 
-KINDS = pytest.mark.parametrize("kind", list(DENSE))
+KINDS = pytest.mark.parametrize("kind", mostly_slow(list(DENSE), "segmentation"))
 LITTLE = ("synthesis.relabel=1", "synthesis.images=4", "synthesis.batch=2")
 
 

@@ -654,6 +654,7 @@ def test_speeds_of_two_models_are_not_compared(vit, tmp_path, capsys):
 CLASSIFY = EXAMPLE.parent / "deploy" / "classify.py"
 
 
+@pytest.mark.slow
 @needs_onnx
 def test_the_small_program_names_five_classes_without_torch(tmp_path):
     from PIL import Image

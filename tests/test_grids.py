@@ -6,7 +6,19 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, assert_same, packed, pair, small_recipe, tiny_swin, tiny_vit
+from helpers import (
+    SWIN,
+    SWIN_ARGS,
+    VIT,
+    VIT_ARGS,
+    assert_same,
+    mostly_slow,
+    packed,
+    pair,
+    small_recipe,
+    tiny_swin,
+    tiny_vit,
+)
 
 import maskaq
 from maskaq.artifact.export import export
@@ -266,7 +278,7 @@ def test_inspect_says_them(capsys):
 
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
 @pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["log", "head", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", mostly_slow(["log", "head", "both"], "log"))
 @pytest.mark.parametrize("build", [tiny_vit, pytest.param(tiny_swin, marks=pytest.mark.slow)])
 def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, kind, bits):
     from maskaq.artifact.export.runtimes import products
@@ -290,7 +302,7 @@ def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
 
 
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
-@pytest.mark.parametrize("change", ["level", "scale of a head"])
+@pytest.mark.parametrize("change", ["level", pytest.param("scale of a head", marks=pytest.mark.slow)])
 def test_a_file_with_another_table_or_scale_is_refused(tmp_path, change):
     from maskaq.artifact.export.onnx import export_onnx
     from maskaq.artifact.export.verify import verify

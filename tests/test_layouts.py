@@ -69,7 +69,8 @@ def test_the_foreground_is_the_union_of_the_ellipses_that_are_present():
     found = objects(KEYS[:4], 6, SIZE)
     for number in range(4):
         inside = torch.zeros(SIZE)
-        for (left, top, right, bottom), there in zip(found["objects"][number], found["present"][number], strict=True):
+        boxes, present = (found[name][number].tolist() for name in ("objects", "present"))
+        for (left, top, right, bottom), there in zip(boxes, present, strict=True):
             for row in range(SIZE[0]):
                 for column in range(SIZE[1]):
                     x = (column + 0.5 - (left + right) / 2) / ((right - left) / 2)

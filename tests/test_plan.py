@@ -180,6 +180,7 @@ def test_a_run_with_rules_is_saved_loaded_resumed_exported_and_reported(tmp_path
     assert results.write_report(out).exists()
 
 
+@pytest.mark.slow
 def test_openvino_takes_a_model_with_rules(tmp_path):
     pytest.importorskip("openvino")
     student = quantized_twin(teacher := expose(tiny_vit()), scheme := ruled(*RULES))

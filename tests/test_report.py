@@ -334,6 +334,7 @@ def test_a_folder_whose_name_is_no_text_has_a_report_too(own):
     assert results.write_report(odd, device="cpu").exists()
 
 
+@pytest.mark.slow
 def test_several_runs_stand_in_one_table_with_their_differences(own, finished, tmp_path):
     other = make(tmp_path, "vit", "calibration.lr=0.5", "synthesis.mask.end=0.2", "synthesis.terms.patch_entropy=0.1")
     html, markdown = read_page(own, other, finished, out=tmp_path / "deep" / "all.html")

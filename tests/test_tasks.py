@@ -257,6 +257,7 @@ def run_line(tmp_path, folder):
     return out, ["quantize", SIGLIP, "--checkpoint", str(weights), "--bits", "w4a4", "--out", str(out), *args, *small]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_classifier_goes_all_the_way_by_command(tmp_path, folder, capsys):
     out, line = run_line(tmp_path, folder)
     assert main([*line, "--data", str(folder)]) == 0

@@ -30,6 +30,7 @@ import torch
 from safetensors import safe_open
 from timm.models import get_pretrained_cfg, swin_transformer, vision_transformer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from maskaq import zoo
 from maskaq.errors import CheckpointError, ModelError, unknown
@@ -197,11 +198,31 @@ def load_shape(
     if host := hosts.named(name, args):
         return set_task(set_normalization(hosts.build(*host), mean, std), task)
     try:
-        with torch.device("meta"):  # costs neither memory nor time, but not every timm can build every model there
+        with torch.device("meta"), _WithoutValues():  # not every timm can build every model there
             model = create_timm(name, **args)
     except ModelError:
         model = create_timm(name, **args)
     return set_task(set_normalization(model, mean, std), task).eval()
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Initialises nothing on meta, where tensors have no values: that is most of the time that building takes."""
+
+    _FILL = (
+        Tensor.uniform_,
+        Tensor.normal_,
+        Tensor.erfinv_,
+        Tensor.clamp_,
+        Tensor.mul_,
+        Tensor.add_,
+        Tensor.fill_,
+        Tensor.zero_,
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._FILL and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def rebuild(architecture: Mapping[str, Any]) -> nn.Module:

@@ -324,6 +324,7 @@ def test_synthesize_then_calibrate_is_the_same_as_quantize(call, files, tmp_path
 NORMALIZED = ("--mean", "0.1,0.2,0.3", "--std", "0.4")
 
 
+@pytest.mark.slow
 def test_image_size_mean_and_std_go_through_a_run_and_belong_to_it(call, files, tmp_path):
     out = tmp_path / "run"
     argv = quantize(files, out, *NORMALIZED, "--img-size", "32", "--set", "calibration.epochs=1")
@@ -439,6 +440,7 @@ def test_an_evaluated_run_has_its_accuracy_in_its_models_card(call, files, tmp_p
     assert content(out / QUANTIZED) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_is_evaluated_loads_its_model_and_lists_the_images_once(call, files, tmp_path, monkeypatch):
     loaded, listed = [], []
 
@@ -932,6 +934,7 @@ def test_a_table_is_shown_and_its_json_written_before_a_folder_that_cannot_be_is
     assert set(json.loads(table.read_text())["accuracy"]) == set(ROWS)
 
 
+@pytest.mark.slow
 def test_a_runs_weights_that_moved_are_given_and_others_are_told(call, files, tmp_path):
     moved = tmp_path / "moved.safetensors"
     moved.write_bytes((files / "vit.safetensors").read_bytes())
@@ -956,6 +959,7 @@ def embedded(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_not_the_runs_is_refused_before_anything_is_evaluated_or_written(
     call, files, finished, embedded, tmp_path, monkeypatch
 ):

@@ -135,6 +135,7 @@ def test_a_refresh_from_the_start_has_other_leaves(tmp_path):
     assert (first - second).abs().mean() > 20
 
 
+@pytest.mark.slow
 def test_a_run_that_an_earlier_version_began_with_the_old_name_is_continued(tmp_path):
     recipe = small_recipe("synthesis.start=dead_leaves", "synthesis.steps=0", "refresh.every=0")
     old = identity(tiny_vit(), recipe, seed=0)

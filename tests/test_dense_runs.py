@@ -75,7 +75,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", mostly_slow({name: (found,) for name, found in MOMENTS.items()}, "at a relabelling"))
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS)
 @KINDS
 def test_a_killed_run_goes_on_to_the_weights_and_images_of_one_that_was_not(tmp_path, straight, kind, moment):
     out, recipe = tmp_path / "run", small_recipe(*LITTLE)
@@ -138,6 +139,7 @@ def test_a_transposed_convolution_that_overlaps_is_left_alone():
 
 
 @KINDS
+@pytest.mark.slow
 def test_mixed_bits_are_chosen_within_the_average(kind):
     recipe = small_recipe("quantization.bits=mixed:4")
     teacher = expose(DENSE[kind]())
@@ -161,6 +163,7 @@ def test_hidden_channels_are_rotated_exactly(kind):
 
 
 @KINDS
+@pytest.mark.slow
 def test_a_student_that_calibration_made_worse_is_not_handed_over(tmp_path, kind):
     ears = Ears()
     harm = ("calibration.lr=30", "calibration.optimizer=adamw", "refresh.every=0", "calibration.epochs=1")
@@ -175,6 +178,7 @@ def test_a_student_that_calibration_made_worse_is_not_handed_over(tmp_path, kind
 
 
 @KINDS
+@pytest.mark.slow
 def test_recipes_are_compared_by_the_tasks_own_figure(tmp_path, kind):
     pytest.importorskip("faster_coco_eval")
     sets = ("quantization.range_images=2", "synthesis.images=2", "synthesis.batch=2", "calibration.batch=2")
@@ -216,6 +220,7 @@ def test_weights_that_are_not_finite_are_refused(kind, tmp_path):
 
 
 @KINDS
+@pytest.mark.slow
 def test_two_bits_and_a_teacher_that_sees_nothing_end_in_a_model(kind, tmp_path):
     model = DENSE[kind]()
     if kind == "detection":

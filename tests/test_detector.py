@@ -423,6 +423,7 @@ def test_a_perfect_mask_costs_nothing(model, batch, monkeypatch):
     assert (losses["mask"] < 1e-6).all()
 
 
+@pytest.mark.slow
 def test_training_lowers_the_losses(batch):
     keys, images, objects = batch
     torch.manual_seed(0)

@@ -144,6 +144,7 @@ def test_attention_multiplies_uint8_by_int8_which_cpus_have_instructions_for(bit
 
 @needs_onnx
 @pytest.mark.parametrize("build", mostly_slow({"vit": tiny_vit, "swin": partial(tiny_swin, depths=(1,))}, "vit"))
+@pytest.mark.slow
 def test_biases_are_added_inside_integer_products_and_not_by_a_pass_of_their_own(build, tmp_path):
     model = deployed("w4a4", partial(build, num_heads=2) if build is tiny_vit else build)
     graph = optimised_graph(export_onnx(model, tmp_path / "model.onnx"), tmp_path)
@@ -154,6 +155,7 @@ def test_biases_are_added_inside_integer_products_and_not_by_a_pass_of_their_own
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_other_readers_get_floats_between_dequantize_linear(tmp_path):
     model = deployed()
     export(model, tmp_path / "model.onnx", "onnx", images_for(model), target="qdq")  # verified
@@ -208,6 +210,7 @@ def test_weights_are_not_rounded_again_by_the_runtime(tmp_path):
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_a_layer_that_runs_twice_is_verified_each_time(tmp_path):
     torch.manual_seed(0)
     once, twice = (deployed("w6a6", lambda shared=shared: Stem(shared=shared).eval()) for shared in (False, True))
@@ -344,6 +347,7 @@ def openvino_vit(vit, tmp_path_factory):
     "variant",
     mostly_slow(["registers, q/k norm, LayerScale, no bias", "parallel", "distilled", "swin, padded"], "distilled"),
 )
+@pytest.mark.slow
 def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
     model = deployed("w4a4", VARIANTS[variant])
     found = export(model, tmp_path / "model.xml", "openvino", images_for(model))
@@ -356,6 +360,7 @@ def test_unlike_models_compute_the_same_codes_in_openvino(variant, tmp_path):
 
 @needs_openvino
 @pytest.mark.parametrize("bits", mostly_slow(["w8a8", "w3a3", "w5a6", "w4a2"], "w4a2"))
+@pytest.mark.slow
 def test_unlike_bit_widths_compute_the_same_codes_from_small_weights_in_openvino(bits, tmp_path):
     from maskaq.artifact.export.openvino import read
 
@@ -404,6 +409,7 @@ def one_number(name, change):
     ],
     ids=["a weight's code", "a weight's scale", "a grid's end"],
 )
+@pytest.mark.slow
 def test_openvino_files_with_one_number_changed_are_refused(openvino_vit, tmp_path, change):
     from maskaq.artifact.export.openvino import verify_openvino
 
@@ -482,6 +488,7 @@ def test_speeds_are_ratios_to_the_first_file(vit):
 @pytest.mark.parametrize(
     "build", mostly_slow({"vit": tiny_vit, "swin": partial(tiny_swin, depths=(2,), num_heads=(2,))}, "vit")
 )
+@pytest.mark.slow
 def test_a_pt2_program_gives_the_same_bits_for_any_number_of_images(build, tmp_path):
     model = deployed("w4a4", build)
     file = export_pt2(model, tmp_path / "model.pt2", {"model": "x"})
@@ -513,6 +520,7 @@ def data_of(folder, count):
 
 
 @needs_onnx
+@pytest.mark.slow
 def test_the_command_line_exports_verifies_and_measures(saved, tmp_path, capsys):
     file, figures = tmp_path / "m.onnx", tmp_path / "figures.json"
     assert main(["export", str(saved), "-o", str(file), "--data", str(data_of(tmp_path / "data", 4))]) == 0

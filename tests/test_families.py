@@ -183,6 +183,7 @@ def _helper(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.slow
 def test_a_model_without_maps_is_quantized_and_reported(tmp_path):
     name, args = SMALL["xcit"]
     source = {"name": name, "args": {"num_classes": 10, **args}}

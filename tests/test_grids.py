@@ -319,6 +319,7 @@ def test_a_file_with_another_table_or_scale_is_refused(tmp_path, change):
         verify(export_onnx(wrong, tmp_path / "model.onnx"), model, noise(teacher, 5, 1))
 
 
+@pytest.mark.slow
 def test_a_pt2_program_has_the_same_bits(tmp_path):
     teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"]))
     export(deploy(student), tmp_path / "model.pt2", "pt2", noise(teacher, 5, 1))

@@ -75,6 +75,7 @@ def test_the_processor_and_the_labels_of_a_folder_are_used(folder):
 
 
 @pytest.mark.parametrize("name", ["vit", pytest.param("dinov3", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_of_a_model_of_transformers_is_saved_loaded_and_exported(name, tmp_path):
     model = small(name)
     result = maskaq.quantize(model, load_recipe("quick", *TINY, bits="w6a6"), tmp_path / "run", device="cpu")

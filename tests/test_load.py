@@ -327,6 +327,7 @@ def test_plain_deit_into_distilled_and_back(tmp_path):
     assert "dist_token" in text and "head_dist.weight" in text and "look like a distilled DeiT" in text
 
 
+@pytest.mark.slow
 def test_plain_into_distilled_fails_even_where_resampling_is_asked_for(tmp_path):
     path = saved(timm.create_model("deit_tiny_patch16_224", **DEIT_ARGS), tmp_path / "plain.pth")
     text = message(load_model, "deit_tiny_distilled_patch16_224", path, {**DEIT_ARGS, "img_size": 96})

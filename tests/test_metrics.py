@@ -186,6 +186,7 @@ def test_average_precision_is_that_of_pycocotools(of, tmp_path):
 
 
 @detection
+@pytest.mark.slow
 def test_the_standard_error_of_average_precision_is_the_spread_among_samples_of_images():
     found = [precision(*random_images(40, seed=seed)) for seed in range(25)]
     spread = torch.tensor([f.ap for f in found]).std().item()

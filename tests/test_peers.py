@@ -541,6 +541,7 @@ def test_real_images_calibrate_a_model_and_the_run_says_it_is_not_data_free(tmp_
     assert saved["identity"]["recipe"]["synthesis"]["folder"] == str(photos.resolve())
 
 
+@pytest.mark.slow
 def test_which_images_of_a_folder_are_taken_depends_on_the_seed(tmp_path, photos):
     runs = [quantize(tiny_vit(), ceiling(photos), tmp_path / str(seed), seed=seed).images for seed in (0, 1)]
     assert not torch.equal(runs[0].images, runs[1].images)

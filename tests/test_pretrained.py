@@ -762,6 +762,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(("where", "n", "after", "is_new"), mostly_slow(KILLS, "before the exchange"))
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_folder_or_the_new_one(folder, where, n, after, is_new):
     before = content(folder)
     assert in_process(save_and_die, folder, where, n, after) == -signal.SIGKILL

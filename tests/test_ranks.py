@@ -118,6 +118,7 @@ def test_ranks_give_the_run_of_one_process_up_to_the_order_of_sums(tmp_path, siz
     assert (tmp_path / "ranks/quantized/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_step_of_ranks_differs_from_one_process_by_rounding_alone(tmp_path, monkeypatch):
     """One epoch of one step: weights, ranges and the state of the optimiser."""
     recipe = small_recipe(

@@ -158,6 +158,7 @@ def test_the_epochs_are_shared_among_the_blocks_and_each_has_its_own_cosine():
 
 
 @pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.slow
 def test_a_run_that_stops_after_any_epoch_goes_on_to_the_same_end(tmp_path, monkeypatch, way):
     recipe = small_recipe(*SCHEME, *ADAMW, *WAYS[way])
     quantize(tiny_vit(), recipe, tmp_path / "straight", device="cpu", report=False)

@@ -607,6 +607,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finished_says_so_and_keeps_nothing_of_it(half, tmp_path):
     shutil.copytree(half.parent, tmp_path / "own")
     own = tmp_path / "own" / "run"

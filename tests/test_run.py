@@ -538,6 +538,7 @@ class Strict(Progress):
 
 @pytest.mark.parametrize("round", mostly_slow([0, 1], 1))
 @pytest.mark.parametrize("where", ["maskaq.calibrate.calibrator:Calibrator.epoch", "maskaq.runs.finish:save_model"])
+@pytest.mark.slow
 def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, round, where):
     recipe, out = small_recipe(*WARM), tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -675,6 +676,7 @@ def test_a_strangers_run_json_is_refused_by_name(opened, change, form):
     ],
     ids=["names", "size", "type"],
 )
+@pytest.mark.slow
 def test_a_sealed_shard_that_holds_no_images_is_refused(opened, wrong):
     folder = RunFolder.read(opened.folder)
     path = opened.folder / "images/round_00/shard_0000.safetensors"
@@ -759,6 +761,7 @@ def test_what_was_asked_for_decides_whatever_was_asked_before(tmp_path):
     assert_same(tensors(tmp_path / "run" / WEIGHTS), start)
 
 
+@pytest.mark.slow
 def test_figures_of_one_model_are_not_those_of_the_other(tmp_path, checkpoint):
     model, source = from_file(checkpoint)
     out = tmp_path / "run"
@@ -784,6 +787,7 @@ def test_a_run_that_is_continued_hands_over_what_it_was_last_asked_for(tmp_path,
 @pytest.mark.parametrize(
     "told", mostly_slow([None, 5, {"kept": 3}, {"start": "x", "end": 1, "noise": 0, "kept": "end"}], 5, {"kept": 3})
 )
+@pytest.mark.slow
 def test_an_edited_handover_is_no_traceback(tmp_path, checkpoint, told):
     model, source = from_file(checkpoint)
     out = tmp_path / "run"

@@ -112,7 +112,7 @@ def test_any_term_can_be_switched_off(name):
 
 
 @pytest.mark.parametrize("name", [name for name in SYNTHESIS_TERMS if name not in DENSE_TERMS])
-@pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
+@pytest.mark.parametrize("build", [tiny_vit, pytest.param(tiny_swin, marks=pytest.mark.slow)])
 def test_any_term_can_be_alone(name, build):
     others = [f"synthesis.terms.{other}=0" for other in DEFAULT_TERMS if other != name]
     make = maker(*others, f"synthesis.terms.{name}=1", build=build)

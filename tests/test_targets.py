@@ -190,6 +190,7 @@ def saved(tmp_path_factory):
 
 @needs_onnx
 @pytest.mark.parametrize("name", mostly_slow(["m.onnx", "m.pt2"], "m.onnx"))
+@pytest.mark.slow
 def test_inspect_prints_what_a_file_says_of_itself(saved, tmp_path, capsys, name):
     words = ["export", str(saved), "-o", str(tmp_path / name)]
     words += ["--format", "pt2"] if name.endswith("pt2") else ["--target", "tensorrt"]
@@ -205,6 +206,7 @@ def test_inspect_prints_what_a_file_says_of_itself(saved, tmp_path, capsys, name
     assert "cannot read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_images_of_a_run_become_pngs_with_a_manifest(tmp_path, capsys):
     model = maskaq.load_model("cifar10_vit")
     small = ("synthesis.images=6", "synthesis.steps=1", "calibration.epochs=1", "refresh.every=0")

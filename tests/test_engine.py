@@ -114,6 +114,26 @@ def test_blocks_embedding_and_merging_are_compiled():
 
 @outside
 @needs_triton
+def test_padded_layouts_are_left_out_where_the_compiler_reads_them_wrongly():
+    from torch.torch_version import TorchVersion
+
+    from maskaq.engine.fast import _compiler_options
+
+    found = {
+        text: _compiler_options("inductor", TorchVersion(text)) for text in ("2.9.1", "2.11.0+cu130", "2.13.0", "2.15")
+    }
+    assert found == {
+        "2.9.1": {"comprehensive_padding": False},
+        "2.11.0+cu130": {"comprehensive_padding": False},
+        "2.13.0": None,
+        "2.15": None,
+    }
+    assert "comprehensive_padding" in torch._inductor.list_options(), "torch.compile refuses options that it has not"
+    assert _compiler_options("aot_eager", TorchVersion("2.11")) is None
+
+
+@outside
+@needs_triton
 def test_nothing_is_freed_during_a_capture():
     from maskaq.engine.fast import _without_garbage
 

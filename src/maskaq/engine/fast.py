@@ -42,7 +42,7 @@ class FastEngine(Engine):
         self.note = note
         self._positions: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
         self.compiled = functools.cache(  # type: ignore[method-assign]
-            functools.partial(torch.compile, dynamic=False, backend=backend)
+            functools.partial(torch.compile, dynamic=False, backend=backend, options=_compiler_options(backend))
         )
         self.losses = _FusedLosses(self.compiled)
 
@@ -102,6 +102,15 @@ class FastEngine(Engine):
 
     def once(self) -> AbstractContextManager[Any]:
         return torch.compiler.set_stance("force_eager")
+
+
+def _compiler_options(backend: Any, version: Any = torch.__version__) -> dict[str, Any] | None:
+    """Before torch 2.13, Inductor may read a padded tensor in another order than it wrote it: wrong gradients or NaN.
+
+    Seen where q, k and v are `permute(2, 0, 3, 1, 4).unbind(0)` of one tensor whose rows are no multiple of 128 bytes,
+    such as the windows of 49 tokens of a detector. Without padding the orders agree.
+    """
+    return {"comprehensive_padding": False} if backend == "inductor" and version < "2.13" else None
 
 
 def _regions(model: nn.Module) -> list[str]:

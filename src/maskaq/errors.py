@@ -98,3 +98,8 @@ def unwritable(file: str | Path) -> str | None:
     except ValueError as error:  # a NUL character
         return f"{str(file)!r} cannot be written: {error}"
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

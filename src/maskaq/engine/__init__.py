@@ -3,6 +3,7 @@
 import torch
 
 from maskaq.engine.reference import PLAIN, Engine
+from maskaq.errors import first_line
 from maskaq.progress import Progress
 
 __all__ = ["PLAIN", "Engine", "pick_engine"]
@@ -20,8 +21,7 @@ def pick_engine(device: torch.device, fast: bool | None = None, progress: Progre
         engine.compiled(_probe)(torch.ones(2, device=device))
         return engine
     except Exception as error:  # no Triton, no C compiler, an old GPU: each fails in its own way
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        note(f"the fast engine cannot run here, the plain one does: {reason[0]}")
+        note(f"the fast engine cannot run here, the plain one does: {first_line(error)}")
         return PLAIN
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from maskaq.engine.kernels import attention as attention_kernel
 from maskaq.engine.kernels import maps as maps_kernel
 from maskaq.engine.reference import Engine, Step
+from maskaq.errors import first_line
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry, parts
@@ -164,7 +165,7 @@ class _Replayed:
         except torch.OutOfMemoryError:
             raise  # the caller goes on with smaller parts
         except RuntimeError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             self.note(f"a step cannot be captured in a CUDA graph, and is launched kernel by kernel: {reason}")
             return False
         self.graph = graph

@@ -113,7 +113,7 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
     )
     rotator.model._maskaq_rotated = found  # type: ignore[assignment]
     if names and not blank:
-        _check_equal(model, rotate_online_(copy.deepcopy(rotator.model)))
+        _check_equal(model, rotate_online_(copy.deepcopy(rotator.model)) if rotator.online else rotator.model)
     return rotator.model
 
 
@@ -121,6 +121,8 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
 def rotate_online_(model: nn.Module, blank: bool = False) -> nn.Module:
     """Put the online rotations into a rotated model, in place: M in front of fc2, which undoes it."""
     found = rotated(model)
+    if not found.online:
+        return model
     rotator = _Rotator(model, blank)
     for name, size in found.online.items():
         rotator.turn_hidden(name, hadamard(size))

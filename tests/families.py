@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from maskaq.models.load import create_timm
+from maskaq.models.timm_models import create_timm
 
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", dict(img_size=32, patch_size=8, depth=2, embed_dim=48)),

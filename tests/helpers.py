@@ -18,10 +18,10 @@ from torch import nn
 
 from maskaq.artifact import saved as pretrained
 from maskaq.errors import MaskaqError
-from maskaq.models import expose
 from maskaq.models.detector import mask_rcnn
 from maskaq.models.segmenter import upernet
 from maskaq.progress import Progress
+from maskaq.quant.rotation import teacher_of
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs import quantize as run
@@ -91,7 +91,7 @@ def small_recipe(*overrides: str) -> Recipe:
 
 def pair(recipe: Recipe, build=tiny_vit) -> tuple[nn.Module, nn.Module]:
     """Teacher, and student with ranges from noise: what a run starts its first synthesis with."""
-    teacher = expose(build())
+    teacher = teacher_of(build(), recipe.quantization)
     student = quantized_twin(teacher, recipe.quantization)
     init_ranges_(student, run.noise(teacher, recipe.quantization.range_images, 0), recipe.quantization)
     return teacher, student

@@ -13,10 +13,11 @@ from maskaq.artifact.export import export
 from maskaq.errors import ModelError
 from maskaq.images.stored import noise
 from maskaq.models import expose, geometry, in_float
-from maskaq.models.load import create_timm, load_shape, set_task
+from maskaq.models.load import load_shape, set_task
 from maskaq.models.names import FAMILIES, embedding_width, modules_of
 from maskaq.models.products import AttentionProducts
 from maskaq.models.taps import taps
+from maskaq.models.timm_models import create_timm
 from maskaq.quant.kinds import layers
 from maskaq.recipe.schema import load_recipe
 
@@ -167,6 +168,31 @@ def test_a_model_of_ones_own_is_exposed_and_tapped(attention):
         assert seen["scores"][1].shape == seen["probs"][1].shape == (2, 3, 16, 16)
         assert torch.allclose(seen["probs"][0].sum(dim=-1), torch.ones(2, 3, 16))
         assert seen["heads"][0].shape == (2, 3, 16, 8) and seen["probs_received"][0].shape == (2, 3, 16)
+
+
+class Einsum(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5, dim=-1)
+        return self.out(torch.einsum("bhqk,bhkd->bqhd", maps, v).flatten(2))
+
+
+def test_attention_by_einsum_is_refused_also_beside_attention_that_can_be_exposed():
+    model = Own(Attention)
+    model.attentions[1] = nn.Sequential(nn.LayerNorm(24), Einsum(24, 3))
+    with pytest.raises(ModelError, match=r"attentions\.1\.1.*einsum"):
+        expose(model)
+
+
+def test_a_detector_of_ones_own_needs_boxes_and_the_layers_they_come_from():
+    class Boxes(Own):
+        def forward(self, x):
+            return {"boxes": super().forward(x)}
+
+    model = Boxes(Attention)
+    model.pretrained_cfg["task"] = "detection"
+    with pytest.raises(ModelError, match="predictors"):
+        expose(model)
 
 
 def test_attention_that_cannot_be_reached_is_an_error_that_says_where():

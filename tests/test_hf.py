@@ -1,5 +1,7 @@
 """Models of Hugging Face transformers: the same outputs, the processor's preparation, a run, a folder, a hint."""
 
+import json
+
 import pytest
 import torch
 from test_families import TINY
@@ -10,7 +12,8 @@ from hf_models import MODELS, small, small_upernet
 
 import maskaq
 from maskaq.artifact.export import export
-from maskaq.errors import CheckpointError, ModelError
+from maskaq.cli import main as cli
+from maskaq.errors import CheckpointError, MaskaqError, ModelError
 from maskaq.images.stored import noise
 from maskaq.models import class_names, data_config, expose, geometry, task_name
 from maskaq.models.hf import adopted
@@ -66,12 +69,77 @@ def folder(tmp_path):
     return tmp_path / "vit"
 
 
+def test_a_folder_is_timed(folder, capsys):
+    words = ["bench", f"hf:{folder}", "--plain", "--batch", "2", "--calibration-batch", "2", "--steps", "1"]
+    assert cli.main([*words, "--repeats", "1", "--device", "cpu"]) == 0
+    assert "calibration" in capsys.readouterr().out
+
+
+def edited(folder, name, **values):
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_a_checkpoint_with_more_layers_than_its_config_says_is_refused(folder):
+    edited(folder, "config.json", num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match="more layers"):
+        load_model(f"hf:{folder}")
+
+
+def test_code_beside_a_model_is_not_run(folder):
+    (folder / "evil.py").write_text("raise SystemExit('it was run')")
+    edited(folder, "config.json", auto_map={"AutoConfig": "evil.Config"}, model_type="evil")
+    with pytest.raises(CheckpointError):
+        load_model(f"hf:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("image_std", [0.5, 0.0, 0.5]), ("image_mean", 0.5), ("resample", 99)], ids=lambda x: str(x)
+)
+def test_an_image_processor_that_makes_no_sense_is_refused(folder, key, value):
+    edited(folder, "preprocessor_config.json", **{key: value})
+    with pytest.raises(MaskaqError, match=key):
+        load_model(f"hf:{folder}")
+
+
+def test_a_damaged_image_processor_is_refused_and_the_nearest_pixel_is_a_way_to_resize(folder):
+    edited(folder, "preprocessor_config.json", resample=0)
+    assert data_config(load_model(f"hf:{folder}"))["interpolation"] == "nearest"
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="preprocessor_config"):
+        load_model(f"hf:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "error"),
+    [
+        ("config.json", {"layer_norm_eps": 0.1}, "norm_eps"),
+        ("preprocessor_config.json", {"image_mean": [0.3, 0.3, 0.3]}, "mean"),
+    ],
+    ids=["eps", "mean"],
+)
+def test_a_run_notices_that_the_config_beside_its_weights_has_changed(folder, tmp_path, name, values, error):
+    model, source = load_model(f"hf:{folder}"), {"name": f"hf:{folder}", "args": {}}
+    maskaq.quantize(model, load_recipe("quick", *TINY), tmp_path / "run", source=source, device="cpu", only_images=True)
+    edited(folder, name, **values)
+    with pytest.raises(CheckpointError, match=error):
+        maskaq.open_run(tmp_path / "run").teacher()
+
+
 def test_the_processor_and_the_labels_of_a_folder_are_used(folder):
     model = load_model(f"hf:{folder}")
     config = data_config(model)
     assert config["input_size"] == (3, 32, 32)
     assert config["mean"] == pytest.approx((0.1, 0.2, 0.3)) and config["std"] == pytest.approx((0.4, 0.5, 0.6))
     assert class_names(expose(model)) == [f"class {i}" for i in range(5)]
+
+
+def test_a_convolution_with_padding_valid_is_one_without(tmp_path):
+    result = maskaq.quantize(small("siglip"), load_recipe("quick", *TINY), tmp_path / "run", device="cpu", report=False)
+    loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    images = noise(loaded, 2, seed=0)
+    with torch.no_grad():
+        assert torch.allclose(loaded(images), result.model(images), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["vit", pytest.param("dinov3", marks=pytest.mark.slow)])
@@ -98,6 +166,38 @@ def test_what_is_no_model_of_transformers_is_one_clear_error(tmp_path):
         load_model(f"hf:{tmp_path}")
     with pytest.raises(ModelError, match="no --checkpoint"):
         load_model(f"hf:{tmp_path}", tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, reachable):
+    """Neither for the processor of a model that came from it, nor for a model."""
+    import transformers
+    from huggingface_hub import constants
+
+    asked = []
+
+    def from_pretrained(source, **kwargs):
+        asked.append((source, constants.HF_HUB_OFFLINE))
+        raise OSError("not in the cache")
+
+    model = small("vit")
+    model.name_or_path = "user/vit"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("maskaq.models.hub._answers", lambda endpoint: reachable)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", from_pretrained)
+    assert geometry(expose(model)).image_size == (32, 32)
+    with pytest.raises(CheckpointError, match="not in the cache"):
+        load_model("hf:user/vit")
+    assert asked == [("user/vit", not reachable)] * 2
+
+
+def test_the_processor_of_a_folder_is_read_without_asking_for_the_hub(monkeypatch, folder):
+    import transformers
+
+    model = transformers.ViTForImageClassification.from_pretrained(folder)
+    monkeypatch.setattr("maskaq.models.hub._answers", lambda endpoint: pytest.fail("asked for the hub"))
+    assert data_config(adopted(model))["mean"] == pytest.approx((0.1, 0.2, 0.3))
 
 
 def test_other_models_are_left_as_they_are():

@@ -15,9 +15,12 @@ from helpers import mostly_slow
 from safetensors.torch import save_file
 from torch import nn
 
-from maskaq.errors import CheckpointError, ModelError
-from maskaq.models import data_config, expose, geometry, load
-from maskaq.models.load import create_timm, load_model, load_shape, read_checkpoint
+from maskaq.errors import CheckpointError, ModelError, first_line
+from maskaq.models import data_config, expose, geometry, inferred, load
+from maskaq.models.checkpoint import EMA_WRAPPERS, WRAPPERS, read_checkpoint
+from maskaq.models.hub import _answers, hub_or_cache
+from maskaq.models.load import load_model, load_shape
+from maskaq.models.timm_models import RESERVED, create_timm
 
 SWIN = "swin_tiny_patch4_window7_224"
 SWIN_ARGS = {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "img_size": 32}
@@ -40,6 +43,11 @@ def saved(model, path):
     else:
         torch.save(state, path)
     return path
+
+
+def tensors(path):
+    """The tensors of a weights file, without what is written down beside them."""
+    return read_checkpoint(path)[0]
 
 
 def same(a, b):
@@ -80,34 +88,32 @@ def test_round_trip_swin_and_distilled(tmp_path):
     assert same(model, source) and model.head_dist.out_features == 7
 
 
-@pytest.mark.parametrize("key", [*load.WRAPPERS, *load.EMA_WRAPPERS])
+@pytest.mark.parametrize("key", [*WRAPPERS, *EMA_WRAPPERS])
 def test_wrappers(tmp_path, key):
     state = {"a.weight": torch.ones(2)}
-    assert read_checkpoint(saved({key: state, "epoch": 3, "loss": torch.zeros(())}, tmp_path / "w.pth")).keys() == {
-        "a.weight"
-    }
+    assert tensors(saved({key: state, "epoch": 3, "loss": torch.zeros(())}, tmp_path / "w.pth")).keys() == {"a.weight"}
 
 
 def test_nested_wrappers_and_configs_under_a_wrapper_name(tmp_path):
     state = {"a.weight": torch.ones(2)}
     held = {"model": {"name": "vit"}, "state_dict": {"module": state}}
-    assert read_checkpoint(saved(held, tmp_path / "w.pth")).keys() == {"a.weight"}
+    assert tensors(saved(held, tmp_path / "w.pth")).keys() == {"a.weight"}
 
 
 def test_plain_weights_win_over_averaged(tmp_path):
     held = {"model_ema": {"a": torch.zeros(1)}, "state_dict_ema": {"a": torch.zeros(1)}, "model": {"a": torch.ones(1)}}
-    assert read_checkpoint(saved(held, tmp_path / "w.pth"))["a"].item() == 1
+    assert tensors(saved(held, tmp_path / "w.pth"))["a"].item() == 1
 
 
 @pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod.", "model.module."])
 def test_prefixes(tmp_path, prefix):
     state = {f"{prefix}{k}": torch.ones(1) for k in ("a.weight", "b")}
-    assert read_checkpoint(saved(state, tmp_path / "w.pth")).keys() == {"a.weight", "b"}
+    assert tensors(saved(state, tmp_path / "w.pth")).keys() == {"a.weight", "b"}
 
 
 def test_a_prefix_that_not_all_keys_carry_stays(tmp_path):
     state = {"module.a": torch.ones(1), "b": torch.ones(1)}
-    assert read_checkpoint(saved(state, tmp_path / "w.safetensors")).keys() == set(state)
+    assert tensors(saved(state, tmp_path / "w.safetensors")).keys() == set(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -119,7 +125,7 @@ def test_other_precisions_are_cast(tmp_path, dtype):
 
 def test_integers_stay(tmp_path):
     path = saved({"count": torch.tensor(3), "w": torch.ones(1).half()}, tmp_path / "w.pth")
-    assert {k: v.dtype for k, v in read_checkpoint(path).items()} == {"count": torch.int64, "w": torch.float32}
+    assert {k: v.dtype for k, v in tensors(path).items()} == {"count": torch.int64, "w": torch.float32}
 
 
 # --- what follows the file ---------------------------------------------------------------------------------------
@@ -409,13 +415,13 @@ def test_integer_codes_are_not_weights(tmp_path):
 
 
 def test_missing_directory_and_ending(tmp_path):
-    assert "no such file" in message(read_checkpoint, tmp_path / "no.pth")
+    assert "no such file" in message(tensors, tmp_path / "no.pth")
     assert "no such file" in message(load_model, "test_vit", str(tmp_path / "no.pth"))
-    assert "a directory" in message(read_checkpoint, tmp_path)
+    assert "a directory" in message(tensors, tmp_path)
     saved({"a": torch.ones(1)}, tmp_path / "inside.safetensors")
-    assert "inside.safetensors" in message(read_checkpoint, tmp_path)
+    assert "inside.safetensors" in message(tensors, tmp_path)
     (tmp_path / "w.npz").write_bytes(b"PK")
-    text = message(read_checkpoint, tmp_path / "w.npz")
+    text = message(tensors, tmp_path / "w.npz")
     assert "'.npz'" in text and ".safetensors, .pth, .pt, .bin" in text
 
 
@@ -433,7 +439,7 @@ def test_missing_directory_and_ending(tmp_path):
 def test_not_weights(tmp_path, ending, content, words):
     path = tmp_path / f"w{ending}"
     path.write_bytes(content)
-    text = message(read_checkpoint, path)
+    text = message(tensors, path)
     assert words in text and "expected" in text and "ownload" in text and str(path) in text
 
 
@@ -443,14 +449,14 @@ def test_truncated(tmp_path, ending, part):
     whole = saved(vit(), tmp_path / f"whole{ending}").read_bytes()
     path = tmp_path / f"w{ending}"
     path.write_bytes(whole[: int(len(whole) * part)])
-    assert "truncated" in message(read_checkpoint, path)
+    assert "truncated" in message(tensors, path)
 
 
 def test_truncated_legacy_file(tmp_path):
     torch.save(vit().state_dict(), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
-    assert read_checkpoint(tmp_path / "w.pth")
+    assert tensors(tmp_path / "w.pth")
     os.truncate(tmp_path / "w.pth", 20000)
-    assert "truncated" in message(read_checkpoint, tmp_path / "w.pth")
+    assert "truncated" in message(tensors, tmp_path / "w.pth")
 
 
 class Trap:
@@ -468,7 +474,7 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped):
     trace = tmp_path / "trace"
     held = {"model": {"w": torch.ones(1)}, "args": Trap(trace)}
     torch.save(held, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
-    text = message(read_checkpoint, tmp_path / "w.pth")
+    text = message(tensors, tmp_path / "w.pth")
     assert not trace.exists()
     assert "open" in text and "refused" in text and "convert to safetensors" in text
     assert "weights_only" not in text  # torch's own advice is to load unsafely
@@ -479,14 +485,14 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path, zipped):
 @pytest.mark.parametrize("held", [{"args": argparse.Namespace(lr=1)}, nn.Linear(2, 2)])
 def test_harmless_objects_are_refused_too(tmp_path, held):
     torch.save(held, tmp_path / "w.pth")
-    text = message(read_checkpoint, tmp_path / "w.pth")
+    text = message(tensors, tmp_path / "w.pth")
     assert type(held if isinstance(held, nn.Module) else held["args"]).__name__ in text and "safetensors" in text
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchscript(tmp_path):
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "w.pt"))
-    assert "TorchScript" in message(read_checkpoint, tmp_path / "w.pt")
+    assert "TorchScript" in message(tensors, tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(
@@ -499,7 +505,7 @@ def test_torchscript(tmp_path):
     ],
 )
 def test_no_tensors(tmp_path, held, words):
-    text = message(read_checkpoint, saved(held, tmp_path / "w.pth"))
+    text = message(tensors, saved(held, tmp_path / "w.pth"))
     assert words in text and "without tensors" in text and "state_dict()" in text
 
 
@@ -513,8 +519,8 @@ def test_nan_is_named(tmp_path, value, ending):
 
 
 def test_sparse_and_meta_tensors(tmp_path):
-    assert "'s'" in message(read_checkpoint, saved({"s": torch.eye(3).to_sparse()}, tmp_path / "s.pth"))
-    assert "'m'" in message(read_checkpoint, saved({"m": torch.ones(3, device="meta")}, tmp_path / "m.pth"))
+    assert "'s'" in message(tensors, saved({"s": torch.eye(3).to_sparse()}, tmp_path / "s.pth"))
+    assert "'m'" in message(tensors, saved({"m": torch.ones(3, device="meta")}, tmp_path / "m.pth"))
 
 
 # --- names and arguments -----------------------------------------------------------------------------------------
@@ -542,7 +548,7 @@ def test_bad_arguments(tmp_path):
     text = message(load_model, "test_vit", saved(vit(), tmp_path / "w.pth"), {"foo": 1}, kind=ModelError)
     assert "'test_vit'" in text and "foo=1" in text and "--model-arg" in text
     assert "tag" in message(create_timm, "test_vit.no_such_tag", kind=ModelError)
-    for key in load.RESERVED:
+    for key in RESERVED:
         assert repr(key) in message(load_model, "test_vit", None, {key: "x"}, kind=ModelError)
 
 
@@ -561,7 +567,7 @@ def hub(monkeypatch):
             return real(name, **kwargs)
 
         monkeypatch.setattr(timm, "create_model", create)
-        monkeypatch.setattr(load, "_answers", lambda endpoint: True)
+        monkeypatch.setattr("maskaq.models.hub._answers", lambda endpoint: True)
 
     return set_hub
 
@@ -572,6 +578,12 @@ def test_no_download(hub, error):
     text = message(load_model, "test_vit")
     assert "could not download" in text and "'test_vit'" in text and "--checkpoint FILE" in text
     assert "\n" not in text and "more" not in text
+
+
+def test_of_a_foreign_error_one_short_line_without_full_stop_is_told():
+    assert first_line(OSError("\n no route. \nmore")) == "no route"
+    assert first_line(KeyError()) == "KeyError"
+    assert first_line(OSError("x" * 9999)).startswith("x" * 200) and len(first_line(OSError("x" * 9999))) < 250
 
 
 def test_a_wrong_argument_is_not_a_failed_download(hub):
@@ -683,22 +695,22 @@ def test_a_shape_is_the_model_without_its_weights(hub, args):
 def test_unreachable_hub_means_cache_only(monkeypatch, reachable):
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(load, "_answers", lambda endpoint: reachable)
-    with pytest.raises(ZeroDivisionError), load.hub_or_cache():
+    monkeypatch.setattr("maskaq.models.hub._answers", lambda endpoint: reachable)
+    with pytest.raises(ZeroDivisionError), hub_or_cache():
         assert constants.HF_HUB_OFFLINE is not reachable
         raise ZeroDivisionError
     assert constants.HF_HUB_OFFLINE is False
 
 
 def test_answers(monkeypatch):
-    monkeypatch.setattr(load, "getproxies", lambda: {"no": "localhost"})
+    monkeypatch.setattr("maskaq.models.hub.getproxies", lambda: {"no": "localhost"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert load._answers(url)
-    assert not load._answers(url)
-    assert not load._answers("https://no-such-host.invalid", seconds=0.5)
-    monkeypatch.setattr(load, "getproxies", lambda: {"https": "http://proxy"})
-    assert load._answers("https://no-such-host.invalid")
+        assert _answers(url)
+    assert not _answers(url)
+    assert not _answers("https://no-such-host.invalid", seconds=0.5)
+    monkeypatch.setattr("maskaq.models.hub.getproxies", lambda: {"https": "http://proxy"})
+    assert _answers("https://no-such-host.invalid")
 
 
 # --- geometry that was asked for, and what goes to the wrong place -------------------------------------------------
@@ -707,15 +719,15 @@ def test_answers(monkeypatch):
 def test_a_swin_file_with_cut_windows_gets_a_size_that_has_them(tmp_path):
     args = {"embed_dim": 24, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 3, 4)}
     path = saved(timm.create_model(SWIN, img_size=112, **args), tmp_path / "w.pth")
-    windows = load._windows(read_checkpoint(path))
+    windows = inferred._windows(tensors(path))
     assert windows in ([7, 7, 7, 3], [7, 7, 7, 4])  # by the release of timm: 7 patches are merged to 3, or to 4
     if windows[-1] == 3:
         text = message(load_model, SWIN, path, args)
         assert "112" in text and "224 is the usual" not in text and "N or HxW" in text
     else:  # images of 128 pixels have these windows too, and halve evenly
-        assert load._windows(load_model(SWIN, path, args).state_dict()) == windows
+        assert inferred._windows(load_model(SWIN, path, args).state_dict()) == windows
     built = load_model(SWIN, path, {**args, "img_size": 112})
-    assert load._windows(built.state_dict()) == windows
+    assert inferred._windows(built.state_dict()) == windows
 
 
 @pytest.mark.parametrize(
@@ -730,7 +742,7 @@ def test_a_swin_file_with_cut_windows_gets_a_size_that_has_them(tmp_path):
 )
 def test_the_size_that_windows_suggest_has_them(windows, number):
     shape = load.load_shape(SWIN)
-    assert re.findall(r"\d+(?: to \d+)?", load._usual(shape, windows)) == ([number] if number else [])
+    assert re.findall(r"\d+(?: to \d+)?", inferred._usual(shape, windows)) == ([number] if number else [])
 
 
 def test_tables_that_are_resized_because_another_geometry_was_asked_for_are_told_once(tmp_path, caplog, recwarn):

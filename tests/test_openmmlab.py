@@ -1,5 +1,6 @@
 """Checkpoints of mmdetection and mmsegmentation: nothing missing, nothing left over, and the same numbers."""
 
+import importlib
 import json
 
 import openmmlab_models as mm
@@ -72,6 +73,19 @@ def test_an_upernet_of_swin_tiny_fits_and_only_its_auxiliary_head_is_dropped():
         fits(upernet(SWIN, 150, 512), converted)
     kept = {key for key in state if not key.startswith("auxiliary_head.") and not key.endswith("position_index")}
     assert len(kept) == len(converted)
+
+
+def test_weights_that_come_twice_or_have_no_rows_are_refused():
+    state = mm.filled(mm.mask_rcnn_shapes(**SMALL, classes=5, width=16, fc=24))
+    authors = mm.authors_names(state)
+    with pytest.raises(CheckpointError, match="two weights"):
+        openmmlab.converted({**state, **authors})
+    with pytest.raises(CheckpointError, match="downsample"):
+        openmmlab.converted({**state, "backbone.stages.0.downsample.norm.weight": torch.zeros(33)})
+    for key in ("roi_head.bbox_head.fc_cls.weight",):
+        for wrong in (torch.zeros(()), torch.zeros(0, 24)):
+            with pytest.raises(CheckpointError, match="fc_cls"):
+                openmmlab.classes_in({**state, key: wrong})
 
 
 def test_other_checkpoints_are_not_taken_for_theirs():
@@ -201,6 +215,23 @@ def test_a_checkpoint_of_another_architecture_says_what_to_type(checkpoint):
         load_model(f"mask_rcnn_{SWIN}")
     with pytest.raises(ModelError, match="swin_nano"):
         load_model("mask_rcnn_swin_nano", checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builder"),
+    [("mask_rcnn", "detector:mask_rcnn"), ("upernet", "segmenter:upernet")],
+    ids=["boxes", "pixels"],
+)
+def test_the_number_of_classes_is_the_files_with_our_names_too(tmp_path, kind, builder):
+    if kind == "upernet":
+        pytest.importorskip("segmentation_models_pytorch")
+    module, name = builder.split(":")
+    build = getattr(importlib.import_module(f"maskaq.models.{module}"), name)
+    state = build(SWIN, 3, 64, width=16, **arguments(SMALL)).state_dict()
+    path = tmp_path / "own.safetensors"
+    safetensors.torch.save_file({key: value.contiguous() for key, value in state.items()}, path)
+    model = load_model(f"{kind}_{SWIN}", path, model_args={"img_size": 64, "width": 16, **arguments(SMALL)})
+    assert model.num_classes == 3
 
 
 def test_other_weights_are_no_detector(tmp_path):

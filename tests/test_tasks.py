@@ -18,7 +18,7 @@ from maskaq.images.sets import image_folder
 from maskaq.images.synthesis import synthesize
 from maskaq.losses.terms import SYNTHESIS_TERMS, SynthesisView, TermSpec
 from maskaq.models import expose, geometry
-from maskaq.models.load import create_timm
+from maskaq.models.timm_models import create_timm
 from maskaq.quant.plan import build_plan
 from maskaq.quant.twin import deploy
 from maskaq.runs.opened import compare, open_run

@@ -101,5 +101,7 @@ def unwritable(file: str | Path) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message without its full stop and not too long; its class name if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text.rstrip(".") if len(text) <= 240 else text[:240] + " ..."

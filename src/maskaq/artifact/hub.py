@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from maskaq.errors import DependencyError, PretrainedError
-from maskaq.models.load import hub_or_cache
+from maskaq.errors import DependencyError, PretrainedError, first_line
+from maskaq.models.hub import hub_or_cache
 
 _REPOSITORY = r"[\w.-]+/[\w.-]+"
 FILES = ("config.json", "model.safetensors", "README.md")
@@ -33,7 +33,7 @@ def downloaded(repository: str) -> Iterator[Path]:
             cached = Path(hub.HfApi().snapshot_download(repository, allow_patterns=list(FILES)))
     except Exception as error:  # not there, private, no network: many classes, one remedy
         raise PretrainedError(
-            f"{repository} is no folder here, and cannot be had from the hub: {_first_line(error)}"
+            f"{repository} is no folder here, and cannot be had from the hub: {first_line(error)}"
         ) from error
     with tempfile.TemporaryDirectory(prefix="maskaq-") as folder:
         for name in FILES:
@@ -58,7 +58,7 @@ def upload(folder: str | Path, repository: str, title: str, *, private: bool = F
             commit_message=f"Upload {title}",
         )
     except Exception as error:
-        raise PretrainedError(f"{folder} cannot be uploaded to {repository}: {_first_line(error)}") from error
+        raise PretrainedError(f"{folder} cannot be uploaded to {repository}: {first_line(error)}") from error
     return str(found)
 
 
@@ -68,7 +68,3 @@ def _hub() -> Any:
     except ImportError as error:
         raise DependencyError("the hub needs huggingface_hub: pip install huggingface_hub") from error
     return huggingface_hub
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -70,7 +70,8 @@ def _checked(chosen: ModelOptions) -> ModelOptions:
     """What is to be evaluated: a run, a saved model or a name; what can be none of them is refused."""
     from maskaq.artifact.saved import is_pretrained
     from maskaq.cli.resolve import is_run
-    from maskaq.models.load import SUFFIXES, weights_in_place_of_name
+    from maskaq.models.checkpoint import SUFFIXES
+    from maskaq.models.timm_models import weights_in_place_of_name
 
     path = Path(chosen.model)
     if is_run(path) or is_pretrained(path):

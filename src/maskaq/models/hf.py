@@ -6,15 +6,18 @@ any other model is.
 """
 
 import copy
+import os
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maskaq.errors import CheckpointError, DependencyError, ModelError
+from maskaq.errors import CheckpointError, DependencyError, ModelError, first_line
+from maskaq.models.hub import hub_or_cache
 
 PREFIX = "hf:"
 _ATTENTION = "maskaq"
@@ -57,7 +60,7 @@ class HuggingFace(nn.Module):
         with _quiet(_transformers()):  # it warns of those that have no such interface, which are rewired
             _register()
             model.set_attn_implementation(_ATTENTION)
-        names = [str(config.id2label[i]) for i in range(self.num_classes)] if self.has_classifier else []
+        names = [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(self.num_classes)]
         named = names and any(name != f"LABEL_{i}" for i, name in enumerate(names))
         self.pretrained_cfg: dict[str, Any] = {
             "architecture": PREFIX + type(model).__name__,
@@ -66,7 +69,7 @@ class HuggingFace(nn.Module):
             "mean": _numbers(processor, "image_mean"),
             "std": _numbers(processor, "image_std"),
             "crop_pct": _crop(processor),
-            "interpolation": _INTERPOLATION.get(int(getattr(processor, "resample", None) or 3), "bicubic"),
+            "interpolation": _interpolation(processor),
             **({"label_names": names} if named else {}),
         }
         self.default_cfg = self.pretrained_cfg
@@ -114,23 +117,30 @@ def load(source: str) -> HuggingFace:
     """The model of a folder or of a repository of the hub, with its weights, float32."""
     transformers = _transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
-        name = (getattr(config, "architectures", None) or [""])[0]
-        cls = getattr(transformers, _PART.get(name, name), None)
-        if cls is None:
-            cls = transformers.AutoModel
-        with _quiet(transformers):
-            model, report = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        with _hub_of(source):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            name = (getattr(config, "architectures", None) or [""])[0]
+            cls = getattr(transformers, _PART.get(name, name), None)
+            if cls is None:
+                cls = transformers.AutoModel
+            with _quiet(transformers):
+                model, report = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # hub, disk, json, unknown model types: many classes, one remedy
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{PREFIX}{source}: expected a folder or repository of a transformers model: {line}"
+            f"{PREFIX}{source}: expected a folder or repository of a transformers model: {first_line(error)}"
         ) from error
     missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
     if missing:
         raise CheckpointError(
             f"{PREFIX}{source}: {len(missing)} weights of {type(model).__name__} are not in the checkpoint, "
             f"{missing[0]!r} first: expected all of them"
+        )
+    own = {re.sub(r"\.\d+\.", ".N.", key) for key in model.state_dict()}
+    left = sorted(key for key in report["unexpected_keys"] if re.sub(r"\.\d+\.", ".N.", key) in own)
+    if left:  # other left-over weights are of parts that are not wanted: a text tower, a decoder
+        raise CheckpointError(
+            f"{PREFIX}{source}: the checkpoint has more layers than its config.json says, {left[0]!r} first: expected "
+            "as many"
         )
     return HuggingFace(model.eval(), _processor(source)).eval()
 
@@ -197,14 +207,29 @@ def _quiet(transformers: Any) -> Iterator[None]:
         log.set_verbosity(level)
 
 
+def _hub_of(source: str) -> AbstractContextManager[None]:
+    """Where a source is read: a folder needs no hub, nor to ask for it."""
+    return nullcontext() if os.path.isdir(source) else hub_or_cache()
+
+
 def _processor(source: str) -> Any:
     """The image processor of a folder or repository; None if it has none."""
     if not source:
         return None
     try:
-        return _transformers().AutoImageProcessor.from_pretrained(source)
-    except Exception:  # none there, or one that needs what is not installed: the model's own size and usual values
+        with _hub_of(source):
+            return _transformers().AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # none there, or one that needs what is not installed: own size and usual values
+        if os.path.isfile(file := os.path.join(source, "preprocessor_config.json")):
+            raise CheckpointError(f"{file} cannot be read as an image processor: {first_line(error)}") from error
         return None
+
+
+def _interpolation(processor: Any) -> str:
+    resample = getattr(processor, "resample", None)
+    if resample is not None and resample not in _INTERPOLATION:
+        raise ModelError(f"resample: expected one of {sorted(_INTERPOLATION)} in the image processor, got {resample!r}")
+    return _INTERPOLATION[3 if resample is None else int(resample)]
 
 
 def _input_size(config: Any, processor: Any) -> tuple[int, int, int]:
@@ -235,7 +260,10 @@ def _numbers(processor: Any, key: str) -> tuple[float, ...]:
     found = getattr(processor, key, None)
     if found is None or not getattr(processor, "do_normalize", True):
         return (0.5, 0.5, 0.5) if processor is None else (0.0,) * 3 if key == "image_mean" else (1.0,) * 3
-    return tuple(float(value) for value in found)
+    values: Any = found if isinstance(found, list | tuple) else [None]
+    if not all(isinstance(value, int | float) and (key == "image_mean" or value > 0) for value in values):
+        raise ModelError(f"{key}: expected a number for each channel in the image processor, got {found!r}")
+    return tuple(float(value) for value in values)
 
 
 def _pair(value: Any) -> tuple[int, int]:

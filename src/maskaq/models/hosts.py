@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from maskaq import zoo
-from maskaq.errors import ModelError
+from maskaq.errors import ModelError, first_line
 from maskaq.models.detector import mask_rcnn
 from maskaq.models.names import supported_names
 from maskaq.models.segmenter import upernet
@@ -15,6 +15,10 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {"mask_rcnn": mask_rcnn, "uperne
 """Name of an architecture -> what builds it, without weights, from its arguments."""
 USUAL = {"mask_rcnn": {"num_classes": 80, "img_size": 800}, "upernet": {"num_classes": 150, "img_size": 512}}
 """What the checkpoints of an architecture were trained for: COCO and ADE20K."""
+
+
+_CLASSIFIER = {"mask_rcnn": ("box_predictor.cls_score.weight", 1), "upernet": ("head.weight", 0)}
+"""The weights with a row for each class, and how many of these rows are the background."""
 
 
 def names() -> list[str]:
@@ -32,12 +36,18 @@ def named(name: Any, args: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | No
     return None
 
 
+def classes_in(kind: str, state: Mapping[str, Tensor]) -> int:
+    """How many classes a state dict with our names is for, the background not counted; 0 where it does not say."""
+    key, background = _CLASSIFIER[kind]
+    return len(state[key]) - background if key in state and state[key].dim() else 0
+
+
 def build(name: str, args: Mapping[str, Any]) -> nn.Module:
     """A detector or segmenter without weights; ModelError for arguments that it does not take."""
     try:
         return BUILDERS[name](**{key: tuple(x) if isinstance(x, list) else x for key, x in args.items()})
-    except TypeError as error:
-        raise ModelError(f"{name} with {dict(args)}: {error}") from error
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:  # whatever timm and torch say to them
+        raise ModelError(f"{name} with {dict(args)}: {first_line(error)}") from error
 
 
 def embedded_shape(name: str) -> nn.Module:

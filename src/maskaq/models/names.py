@@ -1,7 +1,6 @@
 """timm's names of the models that can be quantized, by family, and what timm's records say of their weights."""
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from timm.models import get_pretrained_cfg, list_models, list_modules
@@ -45,9 +44,6 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 """Family -> timm's files that define its models."""
 
-# Names in these files whose models cannot be quantized, each for its own reason (docs/USAGE.md).
-_REFUSED: tuple[str, ...] = ()
-
 
 def modules_of(family: str | None = None) -> list[str]:
     """timm's files of a family, or of all, that this timm has."""
@@ -58,8 +54,7 @@ def modules_of(family: str | None = None) -> list[str]:
 
 def supported_names(family: str | None = None) -> list[str]:
     """timm model names that can be quantized."""
-    names = {name for module in modules_of(family) for name in list_models(module=module)}
-    return sorted(name for name in names if not any(fnmatchcase(name, pattern) for pattern in _REFUSED))
+    return sorted({name for module in modules_of(family) for name in list_models(module=module)})
 
 
 def has_classifier(name: str) -> bool:

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
+from maskaq.errors import CheckpointError, first_line
+from maskaq.models.checkpoint import State
 
 _STAGE = r"backbone\.(?:stages|layers)\.(\d+)\."
 _BLOCK = _STAGE + r"blocks\.(\d+)\."
@@ -72,16 +73,24 @@ def converted(state: Mapping[str, Tensor]) -> State:
     rename = {"mask_rcnn": _mask_rcnn_name, "upernet": _upernet_name}[architecture_in(state)]
     found: State = {}
     for key, value in state.items():
-        if not re.match(_LEFT_OUT, key):
-            found[rename(key)] = _sorted(key, value)
+        if re.match(_LEFT_OUT, key):
+            continue
+        if (name := rename(key)) in found:
+            raise CheckpointError(f"two weights of the file are {name!r}, {key!r} among them: expected one of each")
+        try:
+            found[name] = _sorted(key, value)
+        except (RuntimeError, IndexError) as error:
+            raise CheckpointError(f"{key!r} has the shape {tuple(value.shape)}: {first_line(error)}") from error
     return found
 
 
 def classes_in(state: Mapping[str, Tensor]) -> int:
     """How many classes one of theirs has, the background not counted."""
-    if architecture_in(state) == "mask_rcnn":
-        return len(state["roi_head.bbox_head.fc_cls.weight"]) - 1
-    return len(state["decode_head.conv_seg.weight"])
+    background = architecture_in(state) == "mask_rcnn"
+    key = "roi_head.bbox_head.fc_cls.weight" if background else "decode_head.conv_seg.weight"
+    if not state[key].dim() or len(state[key]) <= background:
+        raise CheckpointError(f"{key!r} has the shape {tuple(state[key].shape)}: expected a row for each class")
+    return len(state[key]) - background
 
 
 def _mask_rcnn_name(key: str) -> str:

@@ -43,7 +43,8 @@ class Seen:
     """Modules that compute a softmax."""
     unreached: dict[str, None] = field(default_factory=dict)
     """Functions, not methods of a module, that call `scaled_dot_product_attention`."""
-    einsums: dict[str, None] = field(default_factory=dict)
+    einsums: dict[str, set[str]] = field(default_factory=dict)
+    """Module -> its methods that call `einsum`."""
     grids: dict[tuple[int, int], None] = field(default_factory=dict)
     """Heights and widths of the feature maps."""
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -108,7 +109,7 @@ class _Watch(TorchFunctionMode):
         elif name == "softmax":
             self.seen.softmaxes.update(filter(None, [self._caller()[0]]))
         elif name == "einsum":
-            self.seen.einsums[self._caller(any_function=True)[1]] = None
+            self._note(self.seen.einsums)
         elif name in _SPATIAL and isinstance(output, Tensor) and output.dim() == 4:
             self.seen.grids[tuple(output.shape[2:])] = None  # type: ignore[index]
         return output
@@ -120,7 +121,7 @@ class _Watch(TorchFunctionMode):
         elif must:
             self.seen.unreached[method] = None
 
-    def _caller(self, any_function: bool = False) -> tuple[str | None, str]:
+    def _caller(self) -> tuple[str | None, str]:
         """The module and the method that the call comes from; None and the function's name if it is no method."""
         frame = sys._getframe(2)
         while frame.f_back is not None and (frame.f_code.co_filename.startswith(_TORCH) or _is_ours(frame)):
@@ -129,7 +130,7 @@ class _Watch(TorchFunctionMode):
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module) and code is hf.attention.__code__:
             return self.names.get(id(owner)), ""  # transformers hands the module over: there is nothing to rewire
-        method = method_of(type(owner), code) if isinstance(owner, nn.Module) and not any_function else None
+        method = method_of(type(owner), code) if isinstance(owner, nn.Module) else None
         return (None, code.co_name) if method is None else (self.names.get(id(owner)), method)
 
 
@@ -160,7 +161,7 @@ WANTED = {
     "classification": "one row for each image, logits or features",
     "features": "one row for each image, logits or features",
     "segmentation": "logits of every pixel, (B, classes, height, width)",
-    "detection": "tensors by name, as maskaq.models.detector.MaskRCNN does",
+    "detection": "tensors by name, with `boxes` among them, and an attribute `predictors`, as a MaskRCNN of maskaq",
 }
 """What a model gives, by its task."""
 
@@ -168,7 +169,10 @@ WANTED = {
 def refuse_output(output: Any, model: nn.Module, task: str) -> None:
     """ModelError where a model of this task should give something else."""
     dims = {"segmentation": 4, "detection": None}.get(task, 2)
-    fits = isinstance(output, dict) if dims is None else isinstance(output, Tensor) and output.dim() == dims
+    if dims is None:
+        fits = isinstance(output, dict) and "boxes" in output and hasattr(model, "predictors")
+    else:
+        fits = isinstance(output, Tensor) and output.dim() == dims
     if not fits:
         shape = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
         raise ModelError(f"this {type(model).__name__} gives {shape}: expected {WANTED[task]}")

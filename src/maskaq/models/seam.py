@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.errors import ModelError
+from maskaq.errors import ModelError, first_line
 from maskaq.models import probe, rewiring, swinv2
 from maskaq.models.folding import fold_
 from maskaq.models.layout import Layout, find_layout, is_in_raster_order
@@ -21,7 +21,7 @@ from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.models.structure import Exposed, main_output, outputs_again, tensors_of
 from maskaq.shapes import Layer
 
-_HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
+HEADS = ("num_heads", "heads", "n_heads", "num_attention_heads")
 _SWITCHES = ("fused_attn", "qkv_bias_separate")
 """Attributes of timm's modules: attention by the one function; q, k and v by a layer that is called, and its bias."""
 _QUANTIZED = (nn.Linear, nn.Conv2d)
@@ -36,7 +36,6 @@ class Fused(AttentionProducts):
         self.num_heads = 0
         self.windows_first = False
         """Of five axes, whether windows come before heads."""
-        self.calls = 0
 
     def attention(
         self,
@@ -50,7 +49,6 @@ class Fused(AttentionProducts):
         enable_gqa: bool = False,
     ) -> Tensor:
         """As torch has it, but for dropout, which a frozen model has none of."""
-        self.calls += not torch.compiler.is_compiling()
         q, k, v, bias = self._four_axes(query, key, value, attn_mask)
         heads = self.attend(q, k, v, bias)
         if query.dim() == 5:
@@ -60,7 +58,6 @@ class Fused(AttentionProducts):
 
     def scaled(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gain: Tensor) -> Tensor:
         """(B*W, H, T, D), with a learned gain for each head in the place of one scale."""
-        self.calls += not torch.compiler.is_compiling()
         return self.attend(q, k, v, bias, gain)
 
     def bind(self, query: Tensor, key: Tensor, is_causal: bool, scale: float | None, heads: int) -> None:
@@ -102,11 +99,9 @@ class WrittenOut(AttentionProducts):
         self.num_heads = 0
         self.names: dict[str, str] = {}
         """Place in the source -> name of the product."""
-        self.calls = 0
 
     def multiply(self, place: str, a: Tensor, b: Tensor) -> Tensor:
         name = self.names[place]
-        self.calls += not torch.compiler.is_compiling()
         if name == "qk" and self.watched is not None:
             self.watched(a, b.transpose(-2, -1))
         product: Tensor = getattr(self, name)(a, b)
@@ -141,10 +136,9 @@ def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Ex
     try:
         before = probe.watch(model, image)
     except Exception as error:  # whatever a model says to an image that it was not built for
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"this {type(model).__name__} does not run on an image of {tuple(image.shape[1:])}: {line}. If it was "
-            "built for another size, set model.pretrained_cfg = {'input_size': (channels, height, width)}"
+            f"this {type(model).__name__} does not run on an image of {tuple(image.shape[1:])}: {first_line(error)}. "
+            "If it was built for another size, set model.pretrained_cfg = {'input_size': (channels, height, width)}"
         ) from error
     probe.refuse_output(before.output, model, task)
     expected = before.output
@@ -184,6 +178,12 @@ def _rewire(model: nn.Module, seen: probe.Seen) -> dict[str, Any]:
         if own is not None:
             module.products.scale, module.products.num_heads = 1.0, module.num_heads
         owners[name] = module
+    for name in seen.einsums:
+        if name in seen.softmaxes and name not in owners:
+            raise ModelError(
+                f"the attention of {name!r} is computed with einsum, which maskaq cannot expose: write its products "
+                "with @ or scaled_dot_product_attention"
+            )
     return owners
 
 
@@ -209,7 +209,7 @@ def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
 
 def _looking(name: str, binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
     products = binding.module.products
-    heads = next((int(getattr(binding.module, key)) for key in _HEADS if _is_number(binding.module, key)), 0)
+    heads = next((int(getattr(binding.module, key)) for key in HEADS if _is_number(binding.module, key)), 0)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         products.bind(query, key, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
@@ -246,12 +246,21 @@ def _name_products(name: str, binding: _Binding) -> None:
 
 def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tensor) -> None:
     """ModelError unless every attention goes through its products and the outputs are as before."""
-    for module in owners.values():
-        module.products.calls = 0
-    with torch.no_grad():
-        found = outputs_again(model, image, expected)
-    for name, module in owners.items():
-        if not module.products.calls:
+    owner_of = {m: name for name, owner in owners.items() for m in owner.products.modules() if isinstance(m, Matmul)}
+    reached: set[str] = set()
+
+    def note(product: Any, args: Any, output: Any) -> None:
+        reached.add(owner_of[product])
+
+    handles = [product.register_forward_hook(note) for product in owner_of]
+    try:
+        with torch.no_grad():
+            found = outputs_again(model, image, expected)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in owners:
+        if name not in reached:
             raise ModelError(
                 f"the attention of {name!r} was not seen: maskaq cannot expose this {type(model).__name__}"
             )
@@ -259,6 +268,8 @@ def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tenso
         return
     pairs = zip(found, tensors_of(expected), strict=True)
     error = max((now - then).abs().max() / then.abs().max().clamp(min=1e-12) for now, then in pairs)
+    if error != error:
+        raise ModelError(f"this {type(model).__name__} gives NaN or Inf: its weights are damaged")
     if not error <= _TOLERANCE:
         raise ModelError(
             f"the outputs of this {type(model).__name__} change by {error:.1e} when its attention is exposed, which "

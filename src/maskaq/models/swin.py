@@ -12,7 +12,6 @@ from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_swin.SwinTransformer
-NAMES = ("swin_*",)
 
 
 class ExposedWindowAttention(AttentionProducts):

@@ -12,7 +12,6 @@ from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent
 from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
-NAMES = ("vit_*", "deit_*", "deit3_*", "flexivit_*", "eva_large_*", "beit3_*", "aimv2_*")
 ATTENTIONS = (timm_vit.Attention,)  # older timm has it nowhere else
 BLOCKS = (timm_vit.Block, timm_vit.ResPostBlock, timm_vit.ParallelThingsBlock)
 

@@ -100,9 +100,7 @@ def padded(images: Tensor, multiple: int) -> Tensor:
     return F.pad(images, (0, -images.shape[-1] % multiple, 0, -images.shape[-2] % multiple))
 
 
-def image_record(
-    name: str, task: str, num_classes: int, img_size: int | tuple[int, int], labels: Any = None
-) -> dict[str, Any]:
+def image_record(name: str, task: str, num_classes: int, img_size: int | tuple[int, int]) -> dict[str, Any]:
     """What timm keeps as `pretrained_cfg`: how images are prepared."""
     height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
     return {
@@ -114,5 +112,4 @@ def image_record(
         "std": timm.data.IMAGENET_DEFAULT_STD,
         "crop_pct": 1.0,
         "interpolation": "bilinear",
-        **({"label_names": list(labels)} if labels else {}),
     }

@@ -133,11 +133,12 @@ class DeployedConv2d(nn.Module):
         self.weight = weight
         self.grid = grid
         self.register_buffer("bias", bias)
-        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+        padding = (0, 0) if conv.padding == "valid" else conv.padding
+        if conv.padding_mode != "zeros" or isinstance(padding, str):
             raise ModelError(f"a convolution with padding {conv.padding!r} ({conv.padding_mode}) cannot be deployed")
         self.kernel_size = conv.kernel_size  # what some models ask their layers
         self.stride = conv.stride
-        self.padding = conv.padding
+        self.padding = padding
         self.dilation = conv.dilation
         self.groups = conv.groups
 

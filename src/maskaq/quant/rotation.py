@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import expose, family_of, geometry
+from maskaq.models.probe import probe_image
 from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, tensors_of
 from maskaq.quant.kinds import refuse_quantized, replace_module
-from maskaq.randomness import image_keys, normal, uniform
+from maskaq.randomness import image_keys, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
 
 BLOCK = 32
@@ -150,11 +151,9 @@ def _untied(model: nn.Module) -> nn.Module:
 
 def _check_equal(model: nn.Module, turned: nn.Module) -> None:
     """ModelError if rotation changed what a model computes: then its structure is not what the code takes it for."""
-    first = next(model.parameters())
-    if first.is_meta:
+    image = probe_image(model, geometry(model).channels, geometry(model).image_size)
+    if image.is_meta:
         return
-    shape = geometry(model).channels, *geometry(model).image_size
-    image = normal(image_keys(0, torch.zeros(1, dtype=torch.int64)), *shape).to(first.device)
     before = model(image)
     pairs = zip(tensors_of(before), outputs_again(turned, image, before), strict=True)
     if not all((found - expected).norm() <= 1e-3 * expected.norm() for expected, found in pairs):

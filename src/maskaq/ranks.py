@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from maskaq.errors import RankError
+from maskaq.errors import RankError, first_line
+from maskaq.torchrun import are_started
 
 _Value = TypeVar("_Value")
 
@@ -111,19 +112,7 @@ def _told(rank: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise RankError(
-            f"rank {rank} lost another rank, whose own message says why: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def are_started() -> bool:
-    """Whether this process was started by torchrun, as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def is_leader() -> bool:
-    """Whether this process leads; asks the environment, before there is a group."""
-    return not are_started() or os.environ["RANK"] == "0"
+        raise RankError(f"rank {rank} lost another rank, whose own message says why: {first_line(error)}") from error
 
 
 def local_device() -> str | None:

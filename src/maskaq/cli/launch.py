@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from maskaq import torchrun
 from maskaq.errors import MaskaqError, RankError
 
 _RESTARTS = 3
@@ -82,7 +83,7 @@ def told_elsewhere(error: Exception) -> bool:
     place = os.environ.get(_OUTCOME)
     if place is None:
         return False
-    if rank() or isinstance(error, RankError):
+    if torchrun.rank() or isinstance(error, RankError):
         until = time.monotonic() + _PATIENCE
         while not os.path.exists(place) and time.monotonic() < until:
             time.sleep(0.05)
@@ -92,13 +93,3 @@ def told_elsewhere(error: Exception) -> bool:
 def is_launched() -> bool:
     """Whether this process is one of those that `launch` started."""
     return _OUTCOME in os.environ
-
-
-def is_rank() -> bool:
-    """Whether this process is one of several, started here or by torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def rank() -> int:
-    """Its number among them; the first one speaks for all."""
-    return int(os.environ.get("RANK", "0")) if is_rank() else 0

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 import maskaq
+from maskaq import torchrun
 from maskaq.cli import (
     bench,
     bench_runtime,
@@ -105,17 +106,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = typed(command.Arguments, parsed)
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
     plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}  # a path may hold [x] or :x:
-    console = Console(width=width, quiet=launch.rank() > 0, **plain)  # type: ignore[arg-type]
+    console = Console(width=width, quiet=torchrun.rank() > 0, **plain)  # type: ignore[arg-type]
     errors = Console(stderr=True, **plain)  # type: ignore[arg-type]
     try:
         with _sigterm_interrupts():
-            if getattr(arguments, "workers", 1) > 1 and not launch.is_rank():
+            if getattr(arguments, "workers", 1) > 1 and not torchrun.are_started():
                 return launch.launch(words, arguments.workers)
             command.run(arguments, Invocation(words, console))
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, _Terminated) or "SIGTERM" in stop.args
         go_on = _HOW_TO_GO_ON if command.RESUMABLE else ""
-        if launch.rank() == 0 and not launch.is_launched():
+        if torchrun.rank() == 0 and not launch.is_launched():
             errors.print(f"\n{'terminated' if terminated else 'interrupted'}{go_on}")
         return 143 if terminated else 130
     except BrokenPipeError:  # `maskaq list models | head`

@@ -16,7 +16,6 @@ from maskaq.cli.evaluation import Accuracy, EvaluationImages, evaluation_images,
 from maskaq.cli.report import report_of_run
 from maskaq.models import expose, geometry, refuse_zero_weights
 from maskaq.progress import Progress
-from maskaq.ranks import is_leader
 from maskaq.recipe.schema import Recipe
 from maskaq.runs import opened as results
 from maskaq.runs import provenance
@@ -25,6 +24,7 @@ from maskaq.runs.arguments import identity, up_to_date_identity
 from maskaq.storage import runfolder
 from maskaq.storage.leases import SECONDS
 from maskaq.storage.runfolder import RunFolder
+from maskaq.torchrun import is_leader
 
 
 @dataclass(frozen=True)

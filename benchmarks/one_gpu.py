@@ -213,6 +213,8 @@ def two_workers(args: argparse.Namespace) -> dict[str, Any]:
         processes = [start(args, "rate", WORKERS=str(workers)) for _ in range(workers)]
         found[workers] = [result(process) for process in processes]
     (one,), two = found[1], found[2]
+    if any("failed" in worker for worker in (one, *two)):
+        return {"one": one, "two": two}
     both = sum(worker["rate"] for worker in two)
     return {"profile of one": one, "two": both, "two over one": both / one["rate"]}
 

@@ -24,6 +24,7 @@ from maskaq.errors import first_line
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry, parts
+from maskaq.models.seam import Fused, WrittenOut
 from maskaq.quant.grid import LARGEST_LEVEL, level_table
 from maskaq.quant.layers import QuantMatmul
 from maskaq.quant.quantizers import Log, Quantizer
@@ -42,9 +43,9 @@ class FastEngine(Engine):
         self.device = device
         self.note = note
         self._positions: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-        self.compiled = functools.cache(  # type: ignore[method-assign]
-            functools.partial(torch.compile, dynamic=False, backend=backend, options=_compiler_options(backend))
-        )
+        compiler = functools.partial(torch.compile, dynamic=False, backend=backend)
+        self.compiled = functools.cache(functools.partial(compiler, options=_unpadded(backend)))  # type: ignore[method-assign]
+        self.padded = functools.cache(compiler)
         self.losses = _FusedLosses(self.compiled)
 
     @contextmanager
@@ -54,6 +55,7 @@ class FastEngine(Engine):
         attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
         embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
         rotary: list[Any] = [module for module in model.modules() if _is_fixed_rotary(module)]
+        compiled = self.padded if _may_pad(attentions) else self.compiled
         before = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision("high")  # what stays in float32 may use TF32
@@ -62,7 +64,7 @@ class FastEngine(Engine):
             # `_call_impl` that all classes share, so every class and every hook would fill a single cache of
             # recompilations; and a wrapper module would change the names of all that is inside.
             for region in regions:
-                region.forward = types.MethodType(self.compiled(type(region).forward), region)  # type: ignore[method-assign]
+                region.forward = types.MethodType(compiled(type(region).forward), region)  # type: ignore[method-assign]
             for attention in attentions:
                 attention.fused = _fused_attention  # type: ignore[assignment]
             for conv in embeddings:
@@ -105,19 +107,26 @@ class FastEngine(Engine):
         return torch.compiler.set_stance("force_eager")
 
 
-def _compiler_options(backend: Any, version: Any = torch.__version__) -> dict[str, Any] | None:
-    """Before torch 2.13, Inductor may read a padded tensor in another order than it wrote it: wrong gradients or NaN.
+def _unpadded(backend: Any, version: Any = torch.__version__) -> dict[str, Any] | None:
+    """Options without padded layouts: before torch 2.13, Inductor may read one in another order than it wrote it.
 
-    Seen where q, k and v are `permute(2, 0, 3, 1, 4).unbind(0)` of one tensor whose rows are no multiple of 128 bytes,
-    such as the windows of 49 tokens of a detector. Without padding the orders agree.
+    That gives wrong gradients or NaN. It was seen where q, k and v are `permute(2, 0, 3, 1, 4).unbind(0)` of one tensor
+    whose rows are no multiple of 128 bytes, such as the windows of 49 tokens of a detector.
     """
     return {"comprehensive_padding": False} if backend == "inductor" and version < "2.13" else None
+
+
+def _may_pad(attentions: list[AttentionProducts]) -> bool:
+    """Whether blocks may have padded layouts, which are faster: where this package splits q, k and v, not timm."""
+    return not any(isinstance(attention, Fused | WrittenOut) for attention in attentions)
 
 
 def _regions(model: nn.Module) -> list[str]:
     """Names of the modules to compile, each separately: all parts up to the last block. The rest sees few tokens."""
     found = parts(model)
-    return found[: max((found.index(block) for block in geometry(model).blocks), default=len(found) - 2) + 1]
+    blocks = tuple(f"{block}." for block in geometry(model).blocks)  # a block that holds another comes in parts
+    last = max((i for i, part in enumerate(found) if f"{part}.".startswith(blocks)), default=len(found) - 2)
+    return found[: last + 1]
 
 
 class _Replayed:

@@ -21,7 +21,7 @@ from maskaq.calibrate.rectify import Rectifier
 from maskaq.calibrate.reparametrize import Reparametrizer
 from maskaq.calibrate.search import Searcher
 from maskaq.calibrate.stage import Stage
-from maskaq.engine import Engine
+from maskaq.engine import Engine, pick_engine
 from maskaq.errors import ModelError, RunFolderError
 from maskaq.images.sets import SyntheticSet, image_files
 from maskaq.images.source import ImageSource
@@ -35,19 +35,16 @@ from maskaq.ranks import ALONE, Ranks, joined
 from maskaq.recipe.schema import Recipe, is_copy, load_recipe, to_toml
 from maskaq.report import collect
 from maskaq.runs.arguments import check_arguments, check_recipe, identity, up_to_date_identity, whole_number
-from maskaq.runs.engines import engine_of_run
 from maskaq.runs.finish import collect_report, hand_over, is_finished, saved_model
 from maskaq.runs.plans import make_plan, plan_of_run
 from maskaq.runs.provenance import check_alike, describe_run, pick_device
-from maskaq.runs.rounds import fit, restore
+from maskaq.runs.rounds import PATIENCE, fit, restore
 from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, Worker, check_shared
 from maskaq.storage.runfolder import RunFolder
 
 __all__ = ["Result", "noise", "quantize"]
-
-_PATIENCE = 90.0  # seconds for which ranks wait for the lock of a leader that has ended, or for NFS to show a file
 
 _STAGES = (Rectifier, Reparametrizer, Searcher, Evolver, Reconstructor, Interleaver, Calibrator, Corrector)
 STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in _STAGES}
@@ -98,8 +95,7 @@ def quantize(
         source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
         forecast: report an estimate of the total time to `progress`, from a few timed steps.
-        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can, except for
-            detectors and segmenters, which need True.
+        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can.
         keep: `better` hands over the start of calibration where that is the better model on synthetic images that
             calibration did not see; `last` hands over the last epoch's in any case.
         report: measure what a report needs, at the end.
@@ -130,7 +126,7 @@ def quantize(
         if (few := geometry(teacher).left_out) and recipe.data_free and ranks.leads:
             progress.note(f"{len(few)} attentions are quantized and left out of the losses on attention maps: {few[0]}")
         with ranks.leader_first():  # it writes down what the run is
-            engine = engine_of_run(geometry(teacher).task, device, fast, progress)
+            engine = pick_engine(device, fast, progress)
             job = _Job.prepare(teacher, recipe, out, seed, progress, engine, ranks)
             about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
             run = _open(job, out, asked, about, lease)
@@ -160,14 +156,14 @@ def _open(job: "_Job", out: str | Path, asked: dict[str, Any], about: dict[str, 
     ranks = job.ranks
     worker = Worker(rank=ranks.rank if ranks.size > 1 else None)
     if not ranks.leads:
-        run = RunFolder.join(out, lease, worker, _PATIENCE)
+        run = RunFolder.join(out, lease, worker, PATIENCE)
         check_alike(run, about)
         return run
     check_folder(job.recipe, out)
     if ranks.size > 1:
         check_shared(Path(out) if Path(out).is_dir() else Path(out).parent)
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    patience = _PATIENCE if restarted else 0.0
+    patience = PATIENCE if restarted else 0.0
     plan = job.plan.to_dict()
     return RunFolder.open(out, asked, to_toml(job.recipe), about, plan, up_to_date_identity, lease, worker, patience)
 

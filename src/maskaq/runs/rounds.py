@@ -15,7 +15,8 @@ from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import Checkpoint, RunFolder
 
-_PATIENCE = 90.0  # seconds until another machine sees, on NFS, what the leader has written
+PATIENCE = 90.0
+"""Seconds until another machine sees, on NFS, what the leader has written, or that it has ended."""
 
 
 def fit(
@@ -81,7 +82,7 @@ def restore(
     epoch = ranks.agreed(max(run.checkpoints(), default=0))
     if not epoch:
         return 0, {}
-    until = time.monotonic() + (0 if run.leads else _PATIENCE)
+    until = time.monotonic() + (0 if run.leads else PATIENCE)
     while (saved := run.load_checkpoint(epoch)) is None and time.monotonic() < until:
         time.sleep(1.0)
     if saved is None:

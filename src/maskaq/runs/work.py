@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from maskaq.engine import Engine
+from maskaq.engine import Engine, pick_engine
 from maskaq.errors import RunFolderError
 from maskaq.images.stored import StoredImages, StudentHistory
 from maskaq.progress import Progress
 from maskaq.quant.twin import quantized_twin
-from maskaq.runs.engines import engine_of_run
 from maskaq.runs.opened import OpenedRun, open_run
 from maskaq.runs.provenance import check_alike, pick_device, surroundings
 from maskaq.runs.sources import image_source
@@ -49,7 +48,7 @@ def work(
     device = pick_device(device)
     check_shared(opened.folder)
     with RunFolder.join(opened.folder, lease) as folder:
-        engine = engine_of_run(opened.task, device, fast, progress)
+        engine = pick_engine(device, fast, progress)
         ours = surroundings(device) | {"engine": engine.name}
         check_alike(folder, ours, any_device)
         return _Helper(opened, folder, engine, device, progress, partial(check_alike, folder, ours, any_device)).help(

@@ -9,7 +9,7 @@ from helpers import tiny_vit
 from PIL import Image
 
 from maskaq.cli import main as cli
-from maskaq.errors import DataError, RecipeError
+from maskaq.errors import DataError, RecipeError, RunFolderError
 from maskaq.images.filtering import Score, chosen, score_images
 from maskaq.models import expose, geometry
 from maskaq.recipe.schema import load_recipe
@@ -126,6 +126,36 @@ def test_another_row_of_the_same_name_is_refused(tmp_path):
         list(comparison(tmp_path, [other]).run())
 
 
+def test_rows_of_another_model_or_preparation_are_refused(tmp_path):
+    wanted = rows("paper")
+    list(comparison(tmp_path, wanted).run())
+    other, prepared = tiny_vit(seed=1), tiny_vit()
+    prepared.pretrained_cfg = {**prepared.pretrained_cfg, "mean": (0.1, 0.1, 0.1)}
+    for model in (other, prepared):
+        again = Comparison(tmp_path, model, wanted, source={"name": "tiny"}, batches=batches_of, folders=["a"])
+        with pytest.raises(RecipeError, match="another full-precision model"):
+            list(again.run())
+
+
+def test_names_that_come_twice_or_are_taken_are_refused(tmp_path):
+    (row,) = rows("paper")
+    with pytest.raises(RecipeError, match="more than once"):
+        comparison(tmp_path, [row, row])
+    for name in ("leases", "rows.jsonl"):
+        with pytest.raises(RecipeError, match=name):
+            comparison(tmp_path, [Row(name, *list(vars(row).values())[1:])])
+
+
+def test_a_full_disk_is_no_result_of_a_row(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise RunFolderError("disk full")
+
+    monkeypatch.setattr(compare, "quantize", full)
+    with pytest.raises(RunFolderError):
+        list(comparison(tmp_path, rows("paper")).run())
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
 def test_a_row_that_another_process_works_on_is_left_to_it(tmp_path, monkeypatch):
     from maskaq.errors import BusyError
 
@@ -140,10 +170,13 @@ def test_a_row_that_another_process_works_on_is_left_to_it(tmp_path, monkeypatch
 def test_rows_are_shared_by_leases_and_those_of_the_dead_taken_up(tmp_path, monkeypatch):
     """One row is another process's, who finishes it; one is of a process that died."""
     mine, theirs, orphan = wanted = rows("paper", seeds=(0, 1, 2))
+    own = comparison(tmp_path, wanted)._quantized
     ran = []
 
     def finished(row: Row) -> Line:
-        return Line(row.name, row.model, row.recipe, row.bits, row.seed, list(row.overrides), top1={"a": 1.0})
+        return Line(
+            row.name, row.model, row.recipe, row.bits, row.seed, list(row.overrides), top1={"a": 1.0}, quantized=own
+        )
 
     def run(self: Comparison, row: Row) -> Line:
         ran.append(row.name)
@@ -210,6 +243,21 @@ def test_means_errors_and_paired_differences_are_those_of_the_hits():
     assert second.error == pytest.approx(sampling) and first.error > 100 * (0.375 * 0.625 / 4) ** 0.5
 
 
+def test_rows_that_were_not_measured_have_a_time_and_no_figure():
+    (entry,) = entries(
+        [Line("a", "m", "quick", "w4a4", 0, seconds=2.0), Line("b", "m", "quick", "w4a4", 1, seconds=4.0)]
+    )
+    assert (entry.mean, entry.error, entry.difference, entry.kl, entry.figures) == (None, None, None, None, {})
+    assert (entry.seeds, entry.seconds) == (2, 3.0)
+
+
+def test_a_mean_is_of_the_folders_that_are_asked_for():
+    both = line("x", "1100")
+    both.top1["b"], both.hits["b"], both.kl["b"] = 100.0, "1111", 0.1
+    (all_of_them,), (only,) = entries([both]), entries([both], ["b"])
+    assert (all_of_them.mean, only.mean, only.kl) == (75.0, 100.0, 0.1)
+
+
 def test_overrides_of_all_rows_are_said_once():
     both = [line("x", "10"), line("y", "11")]
     both[0].overrides, both[1].overrides = ["a=1", "b=2"], ["a=1"]
@@ -218,10 +266,24 @@ def test_overrides_of_all_rows_are_said_once():
 
 
 def test_a_folder_that_was_calibrated_on_is_not_in_the_mean(tmp_path):
-    real = Line("r", "m", "quick+images:{0}", "w4a4", 0, top1={"a": 90.0, "b": 50.0}, data_free=False)
-    real.hits = {"a": "1" * 9 + "0", "b": "1" * 5 + "0" * 5}
-    (entry,) = entries([real])
-    assert entry.mean == 50.0 and entry.figures == {"a": 90.0, "b": 50.0} and not entry.data_free
+    a, b = str(tmp_path / "imagenet"), str(tmp_path / "imagenet_v2")  # one's name begins with the other's
+    for recipe in ("quick+images:{0}", "quick+images:imagenet"):
+        real = Line("r", "m", recipe, "w4a4", 0, top1={a: 90.0, b: 50.0}, data_free=False, calibrated_on=a)
+        real.hits = {a: "1" * 9 + "0", b: "1" * 5 + "0" * 5}
+        (entry,) = entries([real])
+        assert entry.mean == 50.0 and entry.figures == {a: 90.0, b: 50.0} and not entry.data_free
+
+
+def test_a_row_says_which_folder_it_was_calibrated_on_however_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("val", "val_b"):
+        Path(folder).mkdir()
+        for number in range(4):
+            Image.new("RGB", (32, 32), (60 * number, 0, 0)).save(f"{folder}/{number}.png")
+    settings = [word for word in SMALL if "steps" not in word]
+    wanted = rows_of("tiny", ["paper+images:val", "paper+images:{1}"], ["w4a4"], [0], settings)
+    found = list(comparison(tmp_path / "out", wanted, folders=("val", "val_b")).run())
+    assert [line.calibrated_on for line in found] == [str(tmp_path / "val"), str(tmp_path / "val_b")]
 
 
 TABLE = page.Page(
@@ -274,7 +336,7 @@ def test_the_command_runs_the_embedded_model_and_goes_on_where_it_stopped(tmp_pa
         "cifar10-demo",
     ]
     words += ["--set", *SMALL]
-    assert cli.main([*words, "--limit", "-1"]) == 1
+    assert cli.main([*words, "--limit", "0"]) == 1
     assert "no row is done yet" in capsys.readouterr().err
     assert cli.main(words) == 0
     assert "demo+psaq-vit" in (tmp_path / "compare.md").read_text()

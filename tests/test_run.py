@@ -43,6 +43,7 @@ from helpers import (
     tiny_swin,
     tiny_vit,
 )
+from torch import nn
 from torchvision.utils import save_image
 
 import maskaq
@@ -549,10 +550,21 @@ def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, 
     assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
 
 
+@pytest.mark.parametrize(
+    ("changed", "key"), [({"num_heads": 4}, "heads"), ({"act_layer": nn.ReLU}, "activations")], ids=["heads", "act"]
+)
+def test_a_model_that_differs_in_what_no_weight_tells_needs_another_folder(tmp_path, changed, key):
+    quantize(tiny_vit(), small_recipe(), tmp_path / "run", only_images=True)
+    with pytest.raises(RunFolderError, match=rf"model\.{key}"):
+        quantize(tiny_vit(**changed), small_recipe(), tmp_path / "run", only_images=True)
+
+
 def test_a_run_of_a_version_without_some_setting_goes_on_with_its_default(tmp_path, straight, monkeypatch):
     def older(*args):
         found = identity(*args)
         del found["recipe"]["quantization"]["rule"], found["recipe"]["synthesis"]["flip"]
+        for key in ("heads", "norm_eps", "activations"):
+            del found["model"][key]
         return found
 
     recipe, out = small_recipe(*WARM), tmp_path / "run"

@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"
     )
-    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no row after so long")
+    parser.add_argument(
+        "--limit", type=converters.limit, default=math.inf, metavar="SECONDS", help="begin no row after so long"
+    )
     parser.add_argument("--keep-images", action="store_true", help="keep the images and checkpoints of every run")
     options.add_device(parser)
     options.add_plain(parser)
@@ -164,7 +166,7 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
     from maskaq.storage.runfolder import RunFolder
 
     task = comparison.task
-    found, common = entries(lines), common_overrides(lines)
+    found, common = entries(lines, comparison.folders or None), common_overrides(lines)
     full = comparison.full_precision() if comparison.folders else {}
     first: dict[tuple[str, str], Any] = {}
     for line in lines:
@@ -189,7 +191,13 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
         real=_real_images(comparison),
         names=dict(enumerate(names)),
         headline=task.columns[task.headline].title,
+        distance=_distance(task),
     )
+
+
+def _distance(task: Any) -> str:
+    """The title of the column that tells how far Q's outputs are from P's."""
+    return "KL" if task.distance_name.startswith("KL") else "distance"
 
 
 def _about(comparison: "Comparison", lines: list["Line"], full: dict[str, float]) -> str:
@@ -207,9 +215,9 @@ def _about(comparison: "Comparison", lines: list["Line"], full: dict[str, float]
             f"{images} evaluation images; ± is the standard error over images and, with several seeds, over seeds"
         )
     if hits:
-        words.append("differences are paired image by image; KL is of P and Q on these images, in nats")
-    elif figures:
-        words.append(f"KL is the {comparison.task.distance_name}, on these images")
+        words.append("differences are paired image by image")
+    if any(line.kl for line in lines):
+        words.append(f"{_distance(comparison.task)}: {comparison.task.distance_name}, on these images")
     where = {line.device for line in lines} | {f"commit {line.commit}" for line in lines if line.commit}
     return "; ".join([*words, *sorted(where)]) + "."
 

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import math
 import os
 
 from maskaq.errors import unwritable
@@ -56,14 +57,25 @@ def count(text: str) -> int:
     return _at_least(0, text)
 
 
+def limit(text: str) -> float:
+    found = _number(text)
+    if not found >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, 0 or more, got {text!r}")
+    return found
+
+
 def seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
+    found = _number(text)
     if not 0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
     return found
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _at_least(low: int, text: str) -> int:

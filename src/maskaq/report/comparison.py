@@ -55,11 +55,13 @@ class Page:
     names: Mapping[int, str] = field(default_factory=dict)
     headline: str = "top-1 %"
     """What the figures are."""
+    distance: str = "KL"
+    """What tells how far Q's outputs are from P's."""
 
 
 def head(page: Page) -> list[str]:
     """The table's column titles."""
-    figures = (f"mean {page.headline}", "against the first", "KL", "seconds")
+    figures = (f"mean {page.headline}", "against the first", page.distance, "seconds")
     return ["bits", "method", "images x steps", *page.folders, *figures]
 
 

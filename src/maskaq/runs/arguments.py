@@ -11,13 +11,22 @@ from maskaq.calibrate.handover import KEEP
 from maskaq.errors import ModelError, RecipeError, RunFolderError
 from maskaq.images.stored import state_digest
 from maskaq.models import data_config, task_name
+from maskaq.models.seam import HEADS
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe, to_dict, up_to_date
+
+_ACTIVATIONS = ("nn.modules.activation", "layers.activations", "transformers.activations")
+_LATER = ("heads", "norm_eps", "activations")  # runs of 0.2.0 have none of them
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
     """The identity of a run: a run with another identity needs another folder."""
-    weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict())}
+    return {"recipe": to_dict(recipe), **model_identity(model), "seed": seed}
+
+
+def model_identity(model: nn.Module) -> dict[str, Any]:
+    """What of a run's identity is its model's: `model` and `preparation`, of images."""
+    weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict()), **_settings(model)}
     if (task := task_name(model)) != "classification":  # runs of before tasks are all of classifiers
         weights["task"] = task
     images = data_config(model)
@@ -26,13 +35,30 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
         "mean": list(images["mean"]),
         "std": list(images["std"]),
     }
-    return {"recipe": to_dict(recipe), "model": weights, "preparation": preparation, "seed": seed}
+    return {"model": weights, "preparation": preparation}
 
 
-def up_to_date_identity(stored: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run of any version as this version would write it."""
-    recipe = stored.get("recipe")
-    return {**stored, "recipe": up_to_date(recipe)} if isinstance(recipe, dict) else stored
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """What changes a model's outputs and is in no weight: heads, constants of norms, activation functions."""
+    modules = list(model.modules())
+    heads = {getattr(module, name, 0) for module in modules for name in HEADS}
+    acts = {type(module).__name__ for module in modules if type(module).__module__.endswith(_ACTIVATIONS)}
+    return {
+        "heads": sorted(count for count in heads if type(count) is int and count),
+        "norm_eps": sorted({module.eps for module in modules if isinstance(module, nn.LayerNorm)}),
+        "activations": sorted(acts - {"Softmax"}),
+    }
+
+
+def up_to_date_identity(stored: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run of any version as this version would write it; `asked` has what came later."""
+    recipe, model = stored.get("recipe"), stored.get("model")
+    found = dict(stored)
+    if isinstance(recipe, dict):
+        found["recipe"] = up_to_date(recipe)
+    if isinstance(model, dict) and not set(_LATER) & set(model):
+        found["model"] = model | {key: asked["model"][key] for key in _LATER if key in asked.get("model", {})}
+    return found
 
 
 def whole_number(seed: Any) -> int:

@@ -21,21 +21,24 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.artifact.saved import from_pretrained, read_config
-from maskaq.errors import BusyError, DataError, MaskaqError, RecipeError
+from maskaq.errors import BusyError, DataError, MaskaqError, RecipeError, RunFolderError
 from maskaq.models import expose
+from maskaq.models.hf import adopted
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
-from maskaq.ranks import are_started
 from maskaq.recipe.schema import Recipe, load_recipe
+from maskaq.runs.arguments import model_identity
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
-from maskaq.storage.files import lines_of, locked, write_bytes_atomic
+from maskaq.storage.files import lines_of, locked, short, write_bytes_atomic
 from maskaq.storage.leases import Leases
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 from maskaq.tasks.outputs import joined, on_cpu
+from maskaq.torchrun import are_started
 
 ROWS_FILE = "rows.jsonl"
+_RESERVED = ("leases", "rows.lock", "compare.html", "compare.md", "compare.tex")
 _FEWEST_IMAGES = 32
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Any]]]
@@ -62,10 +65,15 @@ def read_rows(file: str | Path) -> list[Row]:
         raise DataError(f"cannot read the rows in {file}: {error}") from error
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     rows = [_row(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line]
-    names = [row.name for row in rows]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if twice := _twice(rows):
         raise RecipeError(f"{file}: expected a name of its own for each row, got {twice!r} more than once")
     return rows
+
+
+def _twice(rows: Sequence[Row]) -> str | None:
+    """The first name that more than one row has."""
+    names = [row.name for row in rows]
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def _row(line: str, where: str) -> Row:
@@ -128,6 +136,10 @@ class Line:
     images: str = ""
     """How many, and the steps of each round."""
     data_free: bool = True
+    quantized: dict[str, Any] = field(default_factory=dict)
+    """What was quantized: digest of the weights, size and normalization of images."""
+    calibrated_on: str = ""
+    """The folder of real images that the row was calibrated on; empty if there is none."""
     top1: dict[str, float] = field(default_factory=dict)
     """Folder of images -> the task's headline figure: top-1 in percent, cosine similarity, mIoU, AP of boxes."""
     hits: dict[str, str] = field(default_factory=dict)
@@ -190,7 +202,13 @@ class Comparison:
         self.task = task_of(model)
         self._expected: dict[str, dict[str, Tensor]] = {}
         self._images: dict[str, Iterable[tuple[Tensor, Any]]] = {}
+        if twice := _twice(rows):
+            raise RecipeError(f"expected a name of its own for each row, got {twice!r} more than once")
+        if odd := sorted({row.name for row in rows} & {ROWS_FILE, *_RESERVED}):
+            raise RecipeError(f"a row cannot be named {odd[0]!r}: the comparison has a file of that name")
         self.recipes = {row.name: self._recipe(row) for row in rows}  # a wrong one fails before anything is run
+        ours = model_identity(adopted(model))
+        self._quantized = {"weights": ours["model"]["weights"], **ours["preparation"]}
         self.out.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -250,6 +268,8 @@ class Comparison:
             scale=self.scale,
             images=f"{recipe.synthesis.images} x {_steps(recipe)}",
             data_free=recipe.data_free,
+            quantized=self._quantized,
+            calibrated_on="" if recipe.data_free else os.path.abspath(recipe.synthesis.folder),
             device=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
             commit=commit(),
         )
@@ -268,9 +288,9 @@ class Comparison:
                 fast=self.fast,
                 keep="last",  # a method that makes the model worse is shown as it is
             )
-        except BusyError:
-            raise
-        except MaskaqError as error:  # a method that diverges is a result, too
+        except RunFolderError:
+            raise  # another process is at work on it, or the disk is full: that is no result
+        except MaskaqError as error:  # a method that diverges is one
             line.failed = str(error)
             self._write(line)
             return line
@@ -291,12 +311,13 @@ class Comparison:
         return scaled(load_recipe(name, *row.overrides, bits=row.bits), self.scale)
 
     def _check_same(self, row: Row, line: Line) -> None:
-        asked = (row.model, row.recipe, row.bits, row.seed, list(row.overrides), self.scale)
-        found = (line.model, line.recipe, line.bits, line.seed, line.overrides, line.scale)
-        if asked != found:
+        asked = {**asdict(row), "overrides": list(row.overrides), "scale": self.scale, "quantized": self._quantized}
+        found = {key: getattr(line, key) for key in asked}
+        if odd := [key for key in asked if found[key] != asked[key]]:
+            what = "full-precision model" if odd[0] == "quantized" else odd[0]
             raise RecipeError(
-                f"{self.file}: {row.name} is of {found}, and {asked} is asked for: give the row another name, or "
-                "choose another --out"
+                f"{self.file}: {row.name} is of another {what}, {_told(found[odd[0]])}, and {_told(asked[odd[0]])} is "
+                "asked for: give the row another name, or choose another --out"
             )
 
     @torch.no_grad()
@@ -386,6 +407,11 @@ def _spent(folder: Path) -> float:
     return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
 
 
+def _told(value: Any) -> str:
+    """A setting in a message."""
+    return ", ".join(f"{key} {short(x)}" for key, x in value.items()) if isinstance(value, dict) else repr(value)
+
+
 # ---- tables
 
 
@@ -422,9 +448,9 @@ class Entry:
     failed: str = ""
 
 
-def entries(lines: Iterable[Line]) -> list[Entry]:
-    """The lines of each recipe and width together, in the order they come."""
-    lines = list(lines)
+def entries(lines: Iterable[Line], folders: Sequence[str] | None = None) -> list[Entry]:
+    """The lines of each recipe and width together, in the order they come; of all their folders, or of some."""
+    lines = [line if folders is None else _on(line, folders) for line in lines]
     common = common_overrides(lines)
     groups: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
@@ -438,14 +464,25 @@ def entries(lines: Iterable[Line]) -> list[Entry]:
     return found
 
 
+def _on(line: Line, folders: Sequence[str]) -> Line:
+    """The line with what was measured on these folders alone."""
+
+    def chosen(measured: Mapping[str, Any]) -> dict[str, Any]:
+        return {folder: value for folder, value in measured.items() if folder in folders}
+
+    top1, hits = chosen(line.top1), chosen(line.hits)
+    return replace(line, top1=top1, hits=hits, figures=chosen(line.figures), kl=chosen(line.kl))
+
+
 def _entry(label: str, bits: str, group: list[Line], done: list[Line], base: list[Line]) -> Entry:
     folders = list(dict.fromkeys(folder for line in done for folder in line.top1))
-    seen = {folder for folder in folders if os.path.abspath(folder) in label or f"{{{folders.index(folder)}}}" in label}
-    fair = [folder for folder in folders if folder not in seen]
+    seen = {line.calibrated_on for line in group}
+    fair = [folder for folder in folders if os.path.abspath(folder) not in seen]
     figures = {folder: _mean([line.top1[folder] for line in done if folder in line.top1]) for folder in folders}
-    means = [_mean([line.top1[folder] for folder in fair]) for line in done if all(f in line.top1 for f in fair)]
+    measured = [line for line in done if fair and all(folder in line.top1 for folder in fair)]
+    means = [_mean([line.top1[folder] for folder in fair]) for line in measured]
     images = sum(len(done[0].hits.get(folder, "")) for folder in fair) if done else 0
-    mean = _mean(means) if means and fair else None
+    mean = _mean(means) if means else None
     error = None
     if mean is not None and images:
         sampling = 100 * math.sqrt(max(0.0, mean / 100 * (1 - mean / 100)) / images)

@@ -14,7 +14,7 @@ from maskaq.artifact.saved import add_metrics, from_pretrained, read_config, sav
 from maskaq.calibrate.handover import KEEP
 from maskaq.errors import CheckpointError, MaskaqError, PretrainedError, RunFolderError, unwritable
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.stored import first_images, latest_images, range_images, state_digest
+from maskaq.images.stored import first_images, latest_images, range_images
 from maskaq.models import geometry
 from maskaq.models.load import load_model, rebuild, set_normalization
 from maskaq.progress import Progress
@@ -25,6 +25,7 @@ from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.report.collect import Collected
 from maskaq.report.record import Record
+from maskaq.runs.arguments import model_identity, up_to_date_identity
 from maskaq.runs.plans import plan_of_run
 from maskaq.runs.provenance import pick_device
 from maskaq.runs.torch_modes import own_torch_modes
@@ -72,12 +73,16 @@ class OpenedRun:
         return teacher_of(model, self.recipe.quantization, self.task)
 
     def check_weights(self, model: nn.Module) -> None:
-        """CheckpointError for a model of other weights than the run's teacher."""
-        if state_digest(model.state_dict()) != RunFolder.read(self.folder).identity["model"]["weights"]:
-            raise CheckpointError(
-                f"{self.source['checkpoint'] or self.source['name']} has other weights now than when "
-                f"{self.folder} was made; give the run the file it was made from"
-            )
+        """CheckpointError for a model that is not the run's teacher: of other weights, heads or normalization."""
+        now = model_identity(model)
+        then = up_to_date_identity(RunFolder.read(self.folder).identity, now)
+        for part in ("model", "preparation"):
+            if odd := [key for key in now[part] if key in then[part] and then[part][key] != now[part][key]]:
+                value = "" if odd[0] == "weights" else f" ({now[part][odd[0]]})"
+                raise CheckpointError(
+                    f"{self.source['checkpoint'] or self.source['name']} has other {odd[0]}{value} now than when "
+                    f"{self.folder} was made; give the run the file it was made from"
+                )
 
     def rtn(self) -> nn.Module:
         """The round-to-nearest baseline at the same bits: the teacher's weights, min-max ranges."""

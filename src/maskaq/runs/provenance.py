@@ -13,7 +13,7 @@ from torch import nn
 import maskaq
 from maskaq import ranks
 from maskaq.engine import Engine
-from maskaq.errors import DeviceError, RunFolderError
+from maskaq.errors import DeviceError, RunFolderError, first_line
 from maskaq.models import geometry
 from maskaq.storage.runfolder import RunFolder
 
@@ -28,7 +28,7 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     except TypeError as error:
         raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error
     except (RuntimeError, AssertionError, ImportError) as error:  # the last: a kind of device without its package
-        raise DeviceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise DeviceError(f"device {str(device)!r} cannot be used: {first_line(error)}") from error
     return picked
 
 

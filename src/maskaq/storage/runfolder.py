@@ -75,11 +75,11 @@ _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
 
-Update = Callable[[dict[str, Any]], dict[str, Any]]
-"""Brings the identity of a run of an earlier version up to date, so that it compares with one of this version."""
+Update = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+"""Brings the identity of a run of an earlier version up to date, so that it compares with the one asked for."""
 
 
-def _unchanged(identity: dict[str, Any]) -> dict[str, Any]:
+def _unchanged(identity: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     return identity
 
 
@@ -92,8 +92,8 @@ def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], update: Update) -> None:
     """Raises, with every differing key, unless the run in the folder is the run asked for."""
-    old = json.loads(json.dumps(update(old)))
-    new = json.loads(json.dumps(update(new)))
+    old = json.loads(json.dumps(update(old, new)))
+    new = json.loads(json.dumps(update(new, new)))
     if old == new:
         return
     was, asked = dotted(old), dotted(new)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from train_cifar10 import GraphCaptureError, ReplayedStep, split_by_decay
 
+from maskaq.images.scenes import HELD_OUT
 from maskaq.models.detector import mask_rcnn
 from maskaq.models.segmenter import upernet
 from maskaq.randomness import fold, image_keys
@@ -38,7 +39,6 @@ from maskaq.tasks.metrics import Confusion, Instances
 from maskaq.zoo.scenes import CLASSES, boxes_of_masks, draw
 
 SIZE = (128, 128)
-HELD_OUT = 1_000_000  # the seed of the evaluation scenes
 SWIN = dict(
     backbone="swin_tiny_patch4_window7_224",
     img_size=SIZE,

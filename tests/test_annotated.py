@@ -44,6 +44,7 @@ def coco(root, **options):
         ((300, 640), 800, 1333, (625, 1333)),  # the long side decides
         ((512, 683), 512, 2048, (512, 683)),
         ((256, 1600), 512, 2048, (328, 2048)),
+        ((1, 5000), 800, 1333, (1, 1333)),
     ],
 )
 def test_a_resize_keeps_the_ratio_and_both_limits(size, short, longest, expected):
@@ -172,6 +173,7 @@ BAD = {
         {"segmentation": {"size": [2, 2], "counts": [1, 3]}},
         r"annotations\[0\].*\[2, 2\]",
     ),
+    "no size": (("annotations", 0), {"segmentation": {"size": 5, "counts": [5]}}, "mask is 5 pixels"),
     "too few run lengths": (("annotations", 0), {"segmentation": {"size": [48, 64], "counts": [5]}}, "3072"),
     "damaged text of run lengths": (("annotations", 0), {"segmentation": {"size": [48, 64], "counts": "~~"}}, "3072"),
     "a crowd of 7": (("annotations", 0), {"iscrowd": 7}, r"annotations\[0\].*iscrowd"),

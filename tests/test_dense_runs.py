@@ -219,6 +219,19 @@ def test_weights_that_are_not_finite_are_refused(kind, tmp_path):
         evaluate(model, [])
 
 
+def test_outputs_that_are_not_finite_and_annotations_that_do_not_count_give_no_figure():
+    model = DENSE["segmentation"]()
+    truth = {"name": "0", "size": (64, 64), "semantic": torch.full((64, 64), 255)}
+    batches = [(torch.zeros(1, 3, 64, 64), [truth])]
+    with pytest.raises(DataError, match="no pixel"):
+        evaluate(model, batches)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1e12)
+    with pytest.raises(DataError, match="NaN or Inf"):
+        evaluate(model, batches)
+
+
 @KINDS
 @pytest.mark.slow
 def test_two_bits_and_a_teacher_that_sees_nothing_end_in_a_model(kind, tmp_path):

@@ -77,6 +77,7 @@ VARIANTS = {
         num_heads=2,
         num_classes=4,
     ).eval(),
+    "features of the class token": lambda: tiny_vit(num_classes=0),
     "swin, padded": lambda: tiny_swin(img_size=40, window_size=4, depths=(2, 1)),
 }
 

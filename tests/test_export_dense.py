@@ -10,10 +10,12 @@ from maskaq.errors import ExportError
 from maskaq.models import expose, geometry
 from maskaq.models.detector import mask_rcnn
 from maskaq.models.hosts import embedded_model
+from maskaq.models.load import load_model
 from maskaq.models.segmenter import upernet
 from maskaq.quant.deployed import FixedGrid
 from maskaq.quant.twin import deploy, init_ranges_, quantized_twin
-from maskaq.recipe.schema import Quantization
+from maskaq.recipe.schema import Quantization, load_recipe
+from maskaq.runs.quantize import quantize
 
 missing = [name for name in ("onnx", "onnx_ir", "onnxruntime", "onnxscript") if not find_spec(name)]
 needs_onnx = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (pip install maskaq[onnx])")
@@ -179,6 +181,21 @@ def test_a_detectors_file_with_other_codes_is_refused(detector, tmp_path):
     onnx.save(proto, tmp_path / "wrong.onnx")
     with pytest.raises(ExportError, match=r"rpn_head\.conv\.0\.0\.grid"):
         verify(tmp_path / "wrong.onnx", model, images_for(model))
+
+
+@needs_onnx
+def test_images_that_keep_their_ratio_are_refused_before_a_file_is_written(tmp_path, capsys):
+    from annotated import write_ade20k
+
+    from maskaq.cli import main as cli
+
+    write_ade20k(tmp_path / "ade")
+    settings = ("synthesis.images=2", "synthesis.steps=0", "synthesis.batch=2", "calibration.epochs=0")
+    recipe = load_recipe("quick", *settings, "refresh.every=0", "quantization.range_images=2", bits="w4a4")
+    quantize(load_model("scenes_segmenter"), recipe, tmp_path / "run", source={"name": "scenes_segmenter", "args": {}})
+    words = ["export", str(tmp_path / "run"), "-o", str(tmp_path / "x.onnx"), "--data", str(tmp_path / "ade")]
+    assert cli.main(words) == 1 and "maskaq evaluate" in capsys.readouterr().err
+    assert not (tmp_path / "x.onnx").exists()
 
 
 @pytest.mark.parametrize(

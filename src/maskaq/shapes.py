@@ -94,7 +94,7 @@ class Geometry:
     task: str
     """What the model is for: the name of a task of `maskaq.tasks`."""
     classes: int
-    """0 where the model is no classifier."""
+    """0 where the model predicts no classes."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     first: tuple[str, ...]

@@ -136,7 +136,8 @@ def _quantization(config: dict[str, Any]) -> str:
     if grids := _object(scheme.get("per_head_activations")).get("grids"):
         lines.append(f"* {len(grids)} operands of attention products: one scale and zero point for each head.")
     if scheme.get("rotate"):
-        lines.append(f"* Channels rotated before they are quantized: {', '.join(scheme['rotate'])}.")
+        names = ", ".join(scheme["rotate"])
+        lines.append(f"* Channels rotated before they are quantized, where the structure allows it: {names}.")
     for name, site in scheme["exceptions"].items():
         words = (f"{key.replace('_', ' ')}: {'float' if bits is None else bits}" for key, bits in site.items())
         lines.append(f"* Exception `{name}`: {', '.join(words)}.")

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="*",
         default=["cifar10_vit"],
-        help="timm names, with random weights, or embedded models (default: cifar10_vit)",
+        help="timm names, with random weights; embedded models; hf:DIR_OR_NAME (default: cifar10_vit)",
     )
     options.add_shape(parser)
     options.add_recipe(parser, _RECIPE)
@@ -59,7 +59,8 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import resolve
     from maskaq.cli.figures import write_figures
     from maskaq.engine import pick_engine
-    from maskaq.models.load import rebuild
+    from maskaq.models import hf
+    from maskaq.models.load import load_model, rebuild
     from maskaq.quant.rotation import teacher_of
     from maskaq.runs import provenance
 
@@ -73,7 +74,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         engine = pick_engine(device, False if arguments.plain else None, progress)
         for name in arguments.models:
             shape = ModelOptions(name, model_arg=arguments.model_arg, img_size=arguments.img_size)
-            model = rebuild({"name": name, "args": resolve.timm_args(shape)})
+            if name.startswith(hf.PREFIX):
+                model = load_model(name)
+            else:
+                model = rebuild({"name": name, "args": resolve.timm_args(shape)})
             teacher = teacher_of(model, recipe.quantization).to(device)
             progress.note(f"{name}: timing {' and '.join(stages)}, {repeats} repeats of {steps} steps each")
             timings += measure.bench(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
-from maskaq.cli.arguments import DataOptions, Invocation
+from maskaq.cli.arguments import SCENES_DATA, DataOptions, Invocation
 from maskaq.errors import ExportError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.artifact.export.agreement import Agreement
     from maskaq.cli.evaluation import evaluation_images
     from maskaq.cli.resolve import deployed_model
+    from maskaq.tasks import task_of
 
     console, format = invocation.console, arguments.format
     path = Path(arguments.folder)
@@ -87,6 +88,11 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     formats.check_grids(model, format, arguments.target)
     batches = evaluation_images(arguments.data)
     loader = batches(model) if batches else None  # a wrong folder fails early
+    if loader and task_of(model).has_layouts and not (arguments.data.data or "").startswith(SCENES_DATA):
+        raise ExportError(
+            "--data: an exported detector or segmenter takes images of one size; those of a folder keep their ratio. "
+            "Export without --data, and measure the saved model with `maskaq evaluate`"
+        )
     layout = {"target": arguments.target, "precision": arguments.precision}
     found = formats.export(model, file, format, images, _metadata(model.maskaq_config), **layout)
     if found is None:

@@ -63,9 +63,9 @@ def _collated(samples: Sequence[tuple[Tensor, Annotation]]) -> tuple[Tensor, lis
 
 
 def target_size(size: tuple[int, int], short: int, longest: float) -> tuple[int, int]:
-    """Height and width after a resize that keeps their ratio, rounded as mmcv does."""
+    """Height and width after a resize that keeps their ratio, rounded as mmcv does; at least one pixel each."""
     scale = min(short / min(size), longest / max(size))
-    return int(size[0] * scale + 0.5), int(size[1] * scale + 0.5)
+    return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
 
 
 def resized(image: Tensor, size: tuple[int, int]) -> Tensor:

@@ -5,7 +5,6 @@ with its file and its entry.
 """
 
 import json
-import math
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -176,8 +175,11 @@ def _demand(entry: Any, where: str, **kinds: Any) -> None:
             raise DataError(f"{where}: expected {kinds_named} for {key!r}, got {str(entry[key])[:80]!r}")
 
 
+_LARGEST = 1e30  # finite in float32, of which NaN is not less
+
+
 def _numbers(values: list[Any]) -> bool:
-    return all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    return all(isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < _LARGEST for v in values)
 
 
 # --- masks -----------------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ def _numbers(values: list[Any]) -> bool:
 def _misdrawn(drawn: list[Any] | dict[str, Any], size: tuple[int, int]) -> str:
     """What is wrong with a segmentation of an image of this height and width; empty if nothing is."""
     if isinstance(drawn, dict):
-        if list(drawn.get("size", ())) != list(size):
+        if drawn.get("size") != list(size):
             return f"its mask is {drawn.get('size')!r} pixels, its image {list(size)} (height, width)"
         counts = _counts(drawn.get("counts"))
         if min(counts, default=-1) < 0 or sum(counts) != size[0] * size[1]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -52,6 +53,6 @@ class SceneImages(AnnotatedImages):
             "boxes": drawn.boxes,
             "labels": drawn.labels,
             "masks": drawn.masks,
-            "iscrowd": drawn.labels < 0,
+            "iscrowd": torch.zeros(len(drawn.labels), dtype=torch.bool),
             "semantic": drawn.semantic,
         }

@@ -45,7 +45,7 @@ class SynthesisView:
     labels: Tensor
     """(B,) target classes, or -1 where the task has none."""
     outputs: Mapping[str, Tensor]
-    """The teacher's, of the jittered images, by name: `logits` or `features`."""
+    """The teacher's, of the jittered images, by name, as `Task.run` gives them."""
     layers: Sequence[Layer]
     maps: Sequence[Tensor]
     """The teacher's attention maps, one per layer. Rows may be padded: `patch_maps` are in the form of the losses."""
@@ -92,7 +92,7 @@ class CalibrationView:
 
     layers: Sequence[Layer]
     outputs: Mapping[str, Tensor]
-    """The teacher's, by name: `logits` or `features`."""
+    """The teacher's, by name, as `Task.run` gives them."""
     student_outputs: Mapping[str, Tensor]
     heads: Sequence[Tensor] = ()
     """The teacher's head outputs, (B*W, H, T, D), one per layer."""

@@ -54,9 +54,10 @@ def task_of(model: Any) -> Task:
 def evaluate(
     model: nn.Module, batches: Batches, progress: Progress | None = None, full: Evaluation | None = None
 ) -> Evaluation:
-    """How good a model is, full precision or quantized, over batches of (images, labels).
+    """How good a model is, full precision or quantized, over batches of (images, labels or annotations).
 
-    A classifier gives an `EvalResult` (top1, top5), a model without one a `FeatureResult` (cosine, knn).
+    Gives the result of the model's task: `EvalResult` (top1, top5), `FeatureResult` (cosine, knn), `SegmentationResult`
+    or `DetectionResult`.
 
     Args:
         full: the evaluation of the full-precision model on the same images, which features are compared with.

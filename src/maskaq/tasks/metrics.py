@@ -65,6 +65,11 @@ class Confusion:
         return len(self._counts)
 
     @property
+    def pixels(self) -> int:
+        """How many pixels count."""
+        return int(self._stacked.sum(dim=(0, 2))[1]) if self._counts else 0
+
+    @property
     def iou(self) -> Tensor:
         """(K,): IoU of each class in percent; NaN where a class is neither there nor predicted."""
         return _iou(self._stacked.sum(dim=0))

@@ -62,15 +62,20 @@ def refuse_damaged(model: nn.Module) -> None:
             raise DataError(f"the model's {name} {_DAMAGED}")
 
 
+def refuse_not_finite(outputs: Tensor) -> None:
+    """DataError for outputs with NaN or Inf."""
+    if not torch.isfinite(outputs).all():
+        raise DataError(f"the model's outputs {_DAMAGED}")
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Batches, progress: Progress | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """(outputs, labels) of each batch, on the model's device; DataError where an output is not finite."""
     progress = progress or Progress()
-    weight = next(model.parameters())  # images follow its device and its dtype
+    device, dtype = device_of(model), next((weight.dtype for weight in model.parameters()), torch.float32)
     with evaluating(model):
         for images, labels in batches:
-            found = model(images.to(weight.device, weight.dtype))
-            if not torch.isfinite(found).all():
-                raise DataError(f"the model's outputs {_DAMAGED}")
-            yield found, labels.to(weight.device)
+            found = model(images.to(device, dtype))
+            refuse_not_finite(found)
+            yield found, labels.to(device)
             progress.advance(len(labels))

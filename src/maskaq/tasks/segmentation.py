@@ -15,8 +15,8 @@ from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
 from maskaq.tasks.classification import kl
 from maskaq.tasks.drawing import with_classes
-from maskaq.tasks.metrics import Confusion, class_map
-from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged
+from maskaq.tasks.metrics import IGNORED, Confusion, class_map
+from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged, refuse_not_finite
 from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Layout, Outputs, Task
 
 _SURE = 0.5
@@ -97,11 +97,15 @@ class Segmentation(Task):
         refuse_damaged(model)
         with evaluating(model):
             for images, truths in batches:
-                for logits, truth in zip(model(images.to(device)), truths, strict=True):
+                outputs = model(images.to(device))
+                refuse_not_finite(outputs)
+                for logits, truth in zip(outputs, truths, strict=True):
                     found = class_map(logits[None], truth["size"])[0].cpu()
                     try:
                         confusion.add(found, truth["semantic"])
                     except DataError as error:
                         raise DataError(f"{truth['name']}: {error}") from error
                 progress.advance(len(images))
+        if not confusion.pixels:
+            raise DataError(f"no pixel of the {confusion.n} annotations counts: all are {IGNORED}")
         return SegmentationResult(confusion.miou, confusion.pixel_accuracy, confusion.n, confusion.standard_error)

@@ -115,7 +115,6 @@ class ExecutorchModel(nn.Module):
             self.method = self.program.load_method("forward")
         except Exception as error:  # RuntimeError with a number, or OSError
             raise ExportError(f"cannot read {file} as an ExecuTorch program: {error}; {REMEDY}") from error
-        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
         parts = images.contiguous().split(LARGEST_BATCH)

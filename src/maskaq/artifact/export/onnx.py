@@ -382,6 +382,8 @@ def _select_before_norm(graph: ir.Graph) -> None:
         norm = select.inputs[0].producer() if select.op_type == "Gather" else None
         if norm is None or norm.op_type != "LayerNormalization" or len(norm.outputs[0].uses()) > 1:
             continue
+        if any(select.outputs[0] is output for output in graph.outputs):  # which keeps its name, and is cheap
+            continue
         if norm.attributes["axis"].as_int() == -1 and select.attributes["axis"].as_int() == 1:
             chosen, normal = select.outputs[0], norm.outputs[0]
             ir.convenience.replace_all_uses_with(chosen, normal)

@@ -149,7 +149,6 @@ class OpenvinoModel(nn.Module):
         super().__init__()
         program = read(file)
         self.request = compiled(program, threads, precision_of(program)).create_infer_request()
-        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.from_numpy(self.request.infer({0: images.numpy()})[OUTPUT].copy())

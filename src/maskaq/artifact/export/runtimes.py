@@ -64,7 +64,6 @@ class RunModel(nn.Module):
         super().__init__()
         self.run = run
         self.num_classes = classes  # tells its task
-        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.from_numpy(np.array(self.run(images.numpy())))
@@ -76,7 +75,6 @@ class OnnxModel(nn.Module):
     def __init__(self, file: str | Path, threads: int = 0) -> None:
         super().__init__()
         self.session = session(file, threads=threads)
-        self.place = nn.Parameter(torch.zeros(()), requires_grad=False)  # says: float32, on the CPU
 
     def forward(self, images: Tensor) -> Tensor:
         return tensors_of(self.session, [OUTPUT], images)[OUTPUT]

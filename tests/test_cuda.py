@@ -18,6 +18,8 @@ from maskaq.engine import PLAIN, pick_engine
 from maskaq.images.stored import noise
 from maskaq.images.synthesis import Synthesizer
 from maskaq.models import expose
+from maskaq.quant.grid import fake_quantize
+from maskaq.quant.rotation import Rotation, hadamard
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import Reconstruct
 from maskaq.storage.runfolder import RunFolder
@@ -110,6 +112,26 @@ def test_gradients_behind_a_padded_layout_are_the_plain_ones(fast, tokens):
 
     want, got = (torch.autograd.grad(f(x), x, grad)[0].float() for f in (product, fast.compiled(product)))
     assert ((got - want).norm() / want.norm()).item() < 0.05
+
+
+def test_the_rotation_kernel_gives_the_plain_values_and_gradients():
+    """bfloat16, which Triton's interpreter cannot multiply; a few values change codes."""
+    from maskaq.engine.kernels.rotation import rotated_gelu  # it needs triton
+
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 33, 197, 768, device="cuda", dtype=torch.bfloat16)
+    rotation = Rotation(hadamard(32)).cuda()
+    found = []
+    for values in (x.float(), x):
+        inputs = [values, torch.tensor([0.05], device="cuda"), torch.tensor([6.0], device="cuda")]
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        if values.dtype == torch.float32:
+            y = fake_quantize(rotation(torch.nn.functional.gelu(values)), *inputs[1:], 0, 15)
+        else:
+            y = rotated_gelu(values, rotation.matrix, *inputs[1:], 0, 15)
+        found.append([y, *torch.autograd.grad(y, inputs, dy.abs().to(y.dtype))])  # sums far from 0
+    for want, got in zip(*found, strict=True):
+        assert (got.float() - want).norm() < 0.1 * want.norm()
 
 
 def test_a_model_that_builds_positions_on_the_cpu_is_captured(fast):

@@ -19,15 +19,18 @@ from torch.nn import functional as F
 
 from maskaq.engine.kernels import attention as attention_kernel
 from maskaq.engine.kernels import maps as maps_kernel
+from maskaq.engine.kernels import rotation as rotation_kernel
 from maskaq.engine.reference import Engine, Step
 from maskaq.errors import first_line
 from maskaq.losses import attention as map_losses
 from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry, parts
 from maskaq.models.seam import Fused, WrittenOut
+from maskaq.models.structure import gelu_mlps
 from maskaq.quant.grid import LARGEST_LEVEL, level_table
-from maskaq.quant.layers import QuantMatmul
+from maskaq.quant.layers import QuantLinear, QuantMatmul
 from maskaq.quant.quantizers import Log, Quantizer
+from maskaq.quant.rotation import Rotation
 
 
 class FastEngine(Engine):
@@ -54,6 +57,7 @@ class FastEngine(Engine):
         regions = [model.get_submodule(name) for name in _regions(model)]
         attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
         embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
+        mlps: list[Any] = [mlp for mlp in map(model.get_submodule, gelu_mlps(model)) if _is_rotated_to_grid(mlp)]
         rotary: list[Any] = [module for module in model.modules() if _is_fixed_rotary(module)]
         compiled = self.padded if _may_pad(attentions) else self.compiled
         before = torch.get_float32_matmul_precision()
@@ -69,6 +73,8 @@ class FastEngine(Engine):
                 attention.fused = _fused_attention  # type: ignore[assignment]
             for conv in embeddings:
                 conv._conv_forward = types.MethodType(_patchwise, conv)
+            for mlp in mlps:
+                mlp.forward = types.MethodType(_fused_mlp, mlp)
             for module in rotary:
                 module.get_embed = functools.partial(self._embed, module)
             # One compiled block serves all alike; Swin's stages, teacher, student and gradients make many that are not.
@@ -82,6 +88,8 @@ class FastEngine(Engine):
                 attention.fused = None  # type: ignore[assignment]
             for conv in embeddings:
                 conv.__dict__.pop("_conv_forward", None)
+            for mlp in mlps:
+                mlp.__dict__.pop("forward", None)
             for module in rotary:
                 module.__dict__.pop("get_embed", None)
 
@@ -271,6 +279,26 @@ def _patchwise(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def _is_patchwise(conv: Any) -> bool:
     return conv.kernel_size == conv.stride and conv.padding == (0, 0) and conv.dilation == (1, 1) and conv.groups == 1
+
+
+def _fused_mlp(mlp: Any, x: Tensor) -> Tensor:
+    """The forward pass of timm's `Mlp`, with GELU, rotation and grid as one kernel."""
+    quantizer = mlp.fc2.input_quantizer
+    if quantizer.drop:  # some values are left in float, which the kernel does not know
+        return type(mlp).forward(mlp, x)  # type: ignore[no-any-return]
+    x = mlp.fc1(x)
+    scale, zero_point = quantizer.step(x.numel())
+    x = rotation_kernel.rotated_gelu(x, mlp.norm.matrix, scale, zero_point, quantizer.low, quantizer.high)
+    return F.linear(x, mlp.fc2.quantized_weight(), mlp.fc2.bias)
+
+
+def _is_rotated_to_grid(mlp: Any) -> bool:
+    """Whether all between the layers of an MLP with GELU is GELU in its exact form, an online rotation and a grid."""
+    quantizer = mlp.fc2.input_quantizer if isinstance(mlp.fc2, QuantLinear) else None
+    if not isinstance(quantizer, Quantizer) or type(quantizer).fake_quantize is not Quantizer.fake_quantize:
+        return False
+    exact = type(mlp.act) is nn.GELU and mlp.act.approximate == "none"
+    return exact and type(mlp.norm) is Rotation and rotation_kernel.fits(len(mlp.norm.matrix))
 
 
 def _is_fixed_rotary(module: nn.Module) -> bool:

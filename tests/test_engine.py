@@ -372,6 +372,24 @@ def test_what_the_rotation_kernel_has_not_takes_the_plain_path(fast, exception):
 
 
 @inside
+@pytest.mark.parametrize("fault", ["fails", "gives other values"])
+def test_a_rotation_kernel_that_does_not_serve_this_gpu_is_left_out_with_a_note(monkeypatch, fault):
+    from maskaq.engine.kernels import rotation
+
+    def broken(x, *rest):
+        if fault == "fails":
+            raise RuntimeError("no such instruction\non this GPU")
+        return 2 * kernel(x, *rest)
+
+    kernel, notes, engine = rotation.rotated_gelu, [], FastOnCpu()
+    monkeypatch.setattr(engine, "note", notes.append)
+    monkeypatch.setattr(rotation, "rotated_gelu", broken)
+    assert_alike(engine, "quantization.rotate=hidden", only=("class_prior", "attention_alignment"))
+    assert len(notes) == 1 and ("no such instruction" if fault == "fails" else "%") in notes[0]
+    assert not engine.rotating()
+
+
+@inside
 def test_a_quantizer_of_ones_own_takes_the_plain_products(fast):
     @quantizer("square_root")
     class SquareRoot(LSQ):

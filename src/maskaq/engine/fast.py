@@ -27,10 +27,11 @@ from maskaq.losses.terms import LossRunner, SynthesisView
 from maskaq.models import AttentionProducts, geometry, parts
 from maskaq.models.seam import Fused, WrittenOut
 from maskaq.models.structure import gelu_mlps
-from maskaq.quant.grid import LARGEST_LEVEL, level_table
+from maskaq.quant.grid import LARGEST_LEVEL, fake_quantize, level_table
 from maskaq.quant.layers import QuantLinear, QuantMatmul
 from maskaq.quant.quantizers import Log, Quantizer
-from maskaq.quant.rotation import Rotation
+from maskaq.quant.rotation import BLOCK as ROTATED_BLOCK
+from maskaq.quant.rotation import Rotation, hadamard
 
 
 class FastEngine(Engine):
@@ -58,6 +59,7 @@ class FastEngine(Engine):
         attentions = [module for module in model.modules() if isinstance(module, AttentionProducts)]
         embeddings: list[Any] = [conv for conv in map(model.get_submodule, spec.first) if _is_patchwise(conv)]
         mlps: list[Any] = [mlp for mlp in map(model.get_submodule, gelu_mlps(model)) if _is_rotated_to_grid(mlp)]
+        mlps = mlps if mlps and self._rotates else []
         rotary: list[Any] = [module for module in model.modules() if _is_fixed_rotary(module)]
         compiled = self.padded if _may_pad(attentions) else self.compiled
         before = torch.get_float32_matmul_precision()
@@ -98,6 +100,29 @@ class FastEngine(Engine):
 
     def repeated(self, step: Step) -> Step:
         return _Replayed(step, self.device, self.note)
+
+    @functools.cached_property
+    def _rotates(self) -> bool:
+        """Whether the rotation kernel serves this GPU: on a few values it gives what the plain operations give.
+
+        GPUs and releases of Triton differ in what they compile, and a run can do without this kernel.
+        """
+        rotation = Rotation(hadamard(ROTATED_BLOCK)).to(self.device)
+        grid = torch.tensor([0.25], device=self.device), torch.tensor([6.0], device=self.device), 0, 15
+        values = 3 * torch.sin(torch.arange(8192.0, device=self.device)).reshape(-1, 8 * ROTATED_BLOCK)
+        try:
+            with _current(self.device), torch.enable_grad(), self.precision():
+                x = values.to(_product_dtype(values)).requires_grad_()
+                plain = fake_quantize(rotation(F.gelu(x)), *grid)
+                fused = rotation_kernel.rotated_gelu(x, rotation.matrix, *grid)
+                pairs = [(plain, fused), *zip(*(torch.autograd.grad(y.sum(), x) for y in (plain, fused)), strict=True)]
+            odd = max(((got - want).norm() / want.norm()).item() for want, got in pairs)
+            reason = "" if odd < 0.1 else f"its values differ by {odd:.0%}"
+        except Exception as error:  # each GPU and each release fails in its own way
+            reason = first_line(error)
+        if reason:
+            self.note(f"the kernel for rotated hidden channels is left out, single operations take its place: {reason}")
+        return not reason
 
     def _embed(self, rotary: Any, *args: Any, **kwargs: Any) -> Any:
         """`get_embed`, computed once: timm builds the grid on the CPU at each pass, and a CUDA graph cannot copy it.

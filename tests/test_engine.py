@@ -372,14 +372,18 @@ def test_what_the_rotation_kernel_has_not_takes_the_plain_path(fast, exception):
 
 
 @inside
-@pytest.mark.parametrize("fault", ["fails", "gives other values"])
+@pytest.mark.parametrize("fault", ["fails", "gives other values", "gives gradients of NaN"])
 def test_a_rotation_kernel_that_does_not_serve_this_gpu_is_left_out_with_a_note(monkeypatch, fault):
     from maskaq.engine.kernels import rotation
 
     def broken(x, *rest):
         if fault == "fails":
             raise RuntimeError("no such instruction\non this GPU")
-        return 2 * kernel(x, *rest)
+        y = kernel(x, *rest)
+        if fault == "gives gradients of NaN":
+            y.register_hook(lambda gradient: gradient * torch.nan)
+            return y
+        return 2 * y
 
     kernel, notes, engine = rotation.rotated_gelu, [], FastOnCpu()
     monkeypatch.setattr(engine, "note", notes.append)

@@ -248,6 +248,18 @@ def test_a_lease_has_one_owner_until_it_is_given_back(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_signal_while_leases_are_given_back_leaves_none(tmp_path, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    leases = Leases(tmp_path)
+    assert leases.claim("x")
+    monkeypatch.setattr(leases._heart, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        leases.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_lease_of_a_silent_worker_passes_to_one_other_after_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(Leases, "_beat", lambda self: None)
     silent = Leases(tmp_path, ELSEWHERE, seconds=0.2)

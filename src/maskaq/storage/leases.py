@@ -161,10 +161,10 @@ class Leases:
     def close(self) -> None:
         """Give all leases back."""
         self._stop.set()
+        for name in list(self._mine):  # first of all: a second signal may interrupt the rest
+            self.release(name)
         if self._heart is not None:
             self._heart.join()
-        for name in list(self._mine):
-            self.release(name)
         _LIVING.discard(self._token)
 
     def all(self) -> dict[str, Held]:

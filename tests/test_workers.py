@@ -434,14 +434,19 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     half = status(out)
     assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
     assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
-    assert any("leads the run" in worker.does and worker.rate > 0 for worker in half.workers)
+    assert any("leads the run" in worker.does and worker.gone and worker.rate > 0 for worker in half.workers)
+    assert half.is_worked_on, "not by its leader, which was killed"
     leases.close()
+    assert not status(out).is_worked_on
     in_process(help_out, out, 60.0, "", 1, 0.1)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(["status", str(out), "--json", str(tmp_path / "status.json")]) == 0
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
-    assert json.loads((tmp_path / "status.json").read_text())["stage"] == "calibrate"
-    assert "6 of 6 in this round" in capsys.readouterr().out
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert found["stage"] == "calibrate"
+    assert sorted(worker["shards"] for worker in found["workers"]) == [2, 4], "with those who hold no lease any more"
+    printed = capsys.readouterr().out
+    assert "6 of 6 in this round" in printed and "nobody works on it" in printed
 
 
 def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path, source, capsys):
@@ -454,6 +459,10 @@ def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path
     assert [run.shards for run in found.runs] == [2]
     assert main(["status", str(tmp_path)]) == 0 and "2 rows done, 0:40 each, 2 at work" in capsys.readouterr().out
     leases.close()
+    gone = Leases(tmp_path / "leases", replace(Worker(), pid=in_process_pid()))
+    gone._create("c")
+    gone._stop.set()
+    assert (status(tmp_path).rows, status(tmp_path).stage) == ({}, "nobody works on it"), "its process was killed"
 
 
 # ---- files for clusters

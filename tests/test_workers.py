@@ -389,21 +389,23 @@ def ignoring_exclusive(path, flags, *args, real=os.open, **more):
     return real(path, flags & ~os.O_EXCL, *args, **more)
 
 
-def no_rename(*_: object) -> None:
+def not_supported(*_: object, **__: object) -> None:
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
 @pytest.mark.parametrize(
     ("name", "fake", "told"),
     [
-        ("open", ignoring_exclusive, "O_EXCL"),
-        ("replace", no_rename, "rename"),
-        ("utime", lambda *_, **__: None, "time"),
+        ("os.open", ignoring_exclusive, "O_EXCL"),
+        ("os.replace", not_supported, "rename"),
+        ("os.utime", lambda *_, **__: None, "time"),
+        ("os.utime", not_supported, "time"),
+        ("fcntl.flock", not_supported, "lock"),
     ],
 )
 def test_a_folder_that_workers_cannot_share_is_refused(tmp_path, monkeypatch, name, fake, told):
     check_shared(tmp_path)
-    monkeypatch.setattr(os, name, fake)
+    monkeypatch.setattr(name, fake)
     with pytest.raises(RunFolderError, match=f"cannot be shared .*{told}.*choose another --out"):
         check_shared(tmp_path)
     monkeypatch.undo()

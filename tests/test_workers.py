@@ -476,7 +476,7 @@ def test_the_files_for_clusters_hold_commands_of_maskaq():
     parse = cli._parser().parse_args
     with open(EXAMPLES / "k8s.yaml") as file:
         jobs = [part["spec"]["template"]["spec"] for part in yaml.safe_load_all(file) if part["kind"] == "Job"]
-    words = [job["containers"][0]["args"] for job in jobs]
+    words = [job["containers"][0]["command"] for job in jobs]
     lead, helps = (parse(list(map(str, command[1:]))) for command in words)
     assert (lead.command, lead.workers, helps.command) == ("quantize", 8, "work")
     assert lead.out == helps.folder, "both are of one run"

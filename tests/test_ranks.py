@@ -398,3 +398,23 @@ def test_a_mistake_is_told_once_by_all_workers(tmp_path):
     process = command("quantize", "no_such_model", "--workers", 3, "--device", "cpu", "--out", tmp_path / "run")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and errors.count("no_such_model") == 1 and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_mistake_of_one_worker_alone_ends_all(tmp_path, monkeypatch, number):
+    """It fails before the others have met it: they wait for it, in a call that no signal interrupts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '{number}':\n"
+        "    from maskaq import errors, ranks\n"
+        "    def broken(): raise errors.DeviceError('this GPU is broken')\n"
+        "    ranks.local_device = broken\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    words = [word for word in QUICK if word not in ("--device", "cpu")]
+    process = command(*words, "--workers", 2, "--out", tmp_path / "run")
+    wait_until(lambda: rank_of(process.pid, 1 - number), process)
+    other = rank_of(process.pid, 1 - number)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 1 and errors.count("this GPU is broken") == 1 and "Traceback" not in errors
+    assert not Path(f"/proc/{other}").exists()

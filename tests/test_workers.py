@@ -248,6 +248,18 @@ def test_a_lease_has_one_owner_until_it_is_given_back(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_second_signal_while_leases_are_given_back_leaves_none(tmp_path, monkeypatch):
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    leases = Leases(tmp_path)
+    assert leases.claim("x")
+    monkeypatch.setattr(leases._heart, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        leases.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_lease_of_a_silent_worker_passes_to_one_other_after_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(Leases, "_beat", lambda self: None)
     silent = Leases(tmp_path, ELSEWHERE, seconds=0.2)
@@ -377,21 +389,23 @@ def ignoring_exclusive(path, flags, *args, real=os.open, **more):
     return real(path, flags & ~os.O_EXCL, *args, **more)
 
 
-def no_rename(*_: object) -> None:
+def not_supported(*_: object, **__: object) -> None:
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
 @pytest.mark.parametrize(
     ("name", "fake", "told"),
     [
-        ("open", ignoring_exclusive, "O_EXCL"),
-        ("replace", no_rename, "rename"),
-        ("utime", lambda *_, **__: None, "time"),
+        ("os.open", ignoring_exclusive, "O_EXCL"),
+        ("os.replace", not_supported, "rename"),
+        ("os.utime", lambda *_, **__: None, "time"),
+        ("os.utime", not_supported, "time"),
+        ("fcntl.flock", not_supported, "lock"),
     ],
 )
 def test_a_folder_that_workers_cannot_share_is_refused(tmp_path, monkeypatch, name, fake, told):
     check_shared(tmp_path)
-    monkeypatch.setattr(os, name, fake)
+    monkeypatch.setattr(name, fake)
     with pytest.raises(RunFolderError, match=f"cannot be shared .*{told}.*choose another --out"):
         check_shared(tmp_path)
     monkeypatch.undo()
@@ -422,14 +436,19 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     half = status(out)
     assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
     assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
-    assert any("leads the run" in worker.does and worker.rate > 0 for worker in half.workers)
+    assert any("leads the run" in worker.does and worker.gone and worker.rate > 0 for worker in half.workers)
+    assert half.is_worked_on, "not by its leader, which was killed"
     leases.close()
+    assert not status(out).is_worked_on
     in_process(help_out, out, 60.0, "", 1, 0.1)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(["status", str(out), "--json", str(tmp_path / "status.json")]) == 0
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
-    assert json.loads((tmp_path / "status.json").read_text())["stage"] == "calibrate"
-    assert "6 of 6 in this round" in capsys.readouterr().out
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert found["stage"] == "calibrate"
+    assert sorted(worker["shards"] for worker in found["workers"]) == [2, 4], "with those who hold no lease any more"
+    printed = capsys.readouterr().out
+    assert "6 of 6 in this round" in printed and "nobody works on it" in printed
 
 
 def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path, source, capsys):
@@ -442,6 +461,10 @@ def test_status_of_a_table_tells_its_rows_and_the_runs_of_those_at_work(tmp_path
     assert [run.shards for run in found.runs] == [2]
     assert main(["status", str(tmp_path)]) == 0 and "2 rows done, 0:40 each, 2 at work" in capsys.readouterr().out
     leases.close()
+    gone = Leases(tmp_path / "leases", replace(Worker(), pid=in_process_pid()))
+    gone._create("c")
+    gone._stop.set()
+    assert (status(tmp_path).rows, status(tmp_path).stage) == ({}, "nobody works on it"), "its process was killed"
 
 
 # ---- files for clusters
@@ -453,7 +476,7 @@ def test_the_files_for_clusters_hold_commands_of_maskaq():
     parse = cli._parser().parse_args
     with open(EXAMPLES / "k8s.yaml") as file:
         jobs = [part["spec"]["template"]["spec"] for part in yaml.safe_load_all(file) if part["kind"] == "Job"]
-    words = [job["containers"][0]["args"] for job in jobs]
+    words = [job["containers"][0]["command"] for job in jobs]
     lead, helps = (parse(list(map(str, command[1:]))) for command in words)
     assert (lead.command, lead.workers, helps.command) == ("quantize", 8, "work")
     assert lead.out == helps.folder, "both are of one run"

@@ -228,8 +228,9 @@ def _run_lines(found: Status) -> Iterator[Table | str]:
     yield table
     if found.stage == "finished":
         return
-    if not found.workers:
+    if not found.is_worked_on:
         yield "nobody works on it: give its command again"
+    if not found.workers:
         return
     workers = Table()
     for column in ("worker", "does"):
@@ -239,7 +240,8 @@ def _run_lines(found: Status) -> Iterator[Table | str]:
     for worker in found.workers:
         silent = "-" if worker.silent is None else f"{worker.silent:.0f}"
         rate = f"{worker.rate:.1f}" if worker.rate else "-"
-        workers.add_row(worker.name, worker.does, silent, str(worker.shards), rate)
+        does = f"{worker.does} (process is gone)" if worker.gone else worker.does
+        workers.add_row(worker.name, does, silent, str(worker.shards), rate)
     yield workers
 
 

@@ -2,14 +2,18 @@
 
 torchrun restarts all processes when one of them is killed, and a run goes on where it was. An error that maskaq tells
 is not worth a restart: the process that has it writes its exit code into a file, and all end as if nothing was wrong.
+Those that do not notice, because they wait for it or still make images, are ended after a while.
 """
 
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from maskaq import torchrun
@@ -18,6 +22,7 @@ from maskaq.errors import MaskaqError, RankError
 _RESTARTS = 3
 _OUTCOME = "MASKAQ_OUTCOME"
 _PATIENCE = 3.0  # seconds for the rank that had an error to write it down, before others take it for killed
+_GRACE = 10.0  # seconds for the others to end by themselves
 
 
 class WorkersError(MaskaqError):
@@ -50,9 +55,11 @@ def launch(words: Sequence[str], workers: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "maskaq", *words)
+            with _ended_with(outcome):
+                elastic_launch(config, sys.executable)("-m", "maskaq", *words)
         except SignalException as stop:
-            raise KeyboardInterrupt(stop.sigval.name) from stop
+            if not outcome.exists():
+                raise KeyboardInterrupt(stop.sigval.name) from stop
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise WorkersError(
@@ -63,6 +70,26 @@ def launch(words: Sequence[str], workers: int) -> int:
         finally:
             del os.environ[_OUTCOME]
         return int(outcome.read_text()) if outcome.exists() else 0
+
+
+@contextmanager
+def _ended_with(outcome: Path) -> Iterator[None]:
+    """Context of a launch that gets SIGTERM when one process has told its error and others have not ended since."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            if outcome.exists():
+                if not over.wait(_GRACE):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, name="maskaq launch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _cores() -> int:

@@ -31,7 +31,7 @@ from maskaq.runs.arguments import model_identity
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage.files import lines_of, locked, short, write_bytes_atomic
-from maskaq.storage.leases import Leases
+from maskaq.storage.leases import Leases, check_shared
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
 from maskaq.tasks import task_of
 from maskaq.tasks.outputs import joined, on_cpu
@@ -209,7 +209,7 @@ class Comparison:
         self.recipes = {row.name: self._recipe(row) for row in rows}  # a wrong one fails before anything is run
         ours = model_identity(adopted(model))
         self._quantized = {"weights": ours["model"]["weights"], **ours["preparation"]}
-        self.out.mkdir(parents=True, exist_ok=True)
+        check_shared(self.out)  # with other processes that take rows
 
     @property
     def file(self) -> Path:

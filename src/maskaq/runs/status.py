@@ -10,17 +10,19 @@ from typing import Any
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.runs.compare import ROWS_FILE
 from maskaq.storage.files import lines_of
-from maskaq.storage.leases import Leases
+from maskaq.storage.leases import Held, Leases
 from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder
 
 
 @dataclass(frozen=True)
 class Working:
-    """A worker, as its lease and what it has done so far show it."""
+    """A worker of the current round, as its lease and what it has done so far show it."""
 
     name: str
     does: str
-    """What it holds a lease of; empty if nothing."""
+    """What it holds a lease of; empty if nothing: it waits, or has left."""
+    gone: bool
+    """Whether it is certain that the process is dead: only its own machine can tell."""
     silent: float | None
     """Seconds since it last touched its lease, by this machine's clock; None without a lease."""
     shards: int
@@ -46,6 +48,10 @@ class Status:
     workers: list[Working]
     left: float | None
     """Seconds that the rest will take at the rates seen; None if too little was seen."""
+
+    @property
+    def is_worked_on(self) -> bool:
+        return any(worker.does and not worker.gone for worker in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,7 +89,8 @@ def status(folder: str | Path) -> Status | FleetStatus:
 def _of_fleet(folder: Path) -> FleetStatus:
     lines = lines_of(folder / ROWS_FILE)
     times = [line["seconds"] for line in lines if line.get("seconds")]
-    rows = {name: str(lease.worker or "not yet known") for name, lease in Leases(folder / "leases").all().items()}
+    held = Leases(folder / "leases").all()
+    rows = {name: _name(lease) for name, lease in held.items() if not _is_gone(lease)}
     runs = [_of_run(folder / name) for name in rows if (folder / name / "run.json").exists()]
     return FleetStatus(str(folder), len(lines), mean(times) if times else None, rows, runs)
 
@@ -101,7 +108,7 @@ def _of_run(folder: Path) -> Status:
     in_round = -(-recipe.synthesis.images // recipe.synthesis.batch)
     shards = len(run.shards(here))
     stage = "finished" if finished else "synthesize" if shards < in_round else "calibrate"
-    workers = [] if finished else list(_workers(run, recipe, events))
+    workers = [] if finished else list(_workers(run, recipe, events, here))
     return Status(
         folder=str(folder),
         stage=stage,
@@ -116,27 +123,36 @@ def _of_run(folder: Path) -> Status:
     )
 
 
-def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]]) -> Iterable[Working]:
-    """Those who hold a lease."""
-    held = Leases(run.path("leases")).all()
+def _name(lease: Held) -> str:
+    return str(lease.worker or "not yet known")
+
+
+def _is_gone(lease: Held) -> bool:
+    return lease.worker is not None and lease.worker.is_dead()
+
+
+def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]], here: int) -> Iterable[Working]:
+    """Those who hold a lease, and those who have made images of the current round."""
     made: dict[str, list[tuple[float, float]]] = {}
+    leases: dict[str, dict[str, Held]] = {}
+    for name, lease in Leases(run.path("leases")).all().items():
+        leases.setdefault(_name(lease), {})[name] = lease
     for event in events:
         if {"shard", "worker", "seconds", "round"} <= event.keys():
             first = event["shard"] * recipe.synthesis.batch
             count = min(recipe.synthesis.batch, recipe.synthesis.images - first)
             steps = max(1, recipe.steps_in_round(event["round"]))
             made.setdefault(event["worker"], []).append((count * steps, event["seconds"]))
-    does: dict[str, list[str]] = {}
-    touched: dict[str, float] = {}
-    for name, lease in held.items():
-        worker = str(lease.worker or "not yet known")
-        does.setdefault(worker, []).append("leads the run" if name == LEADER else name.replace("_", " "))
-        touched[worker] = max(touched.get(worker, 0.0), lease.touched)
-    for worker, what in does.items():
+            if event["round"] == here:
+                leases.setdefault(event["worker"], {})
+    for worker, held in leases.items():
+        does = ", ".join("leads the run" if name == LEADER else name.replace("_", " ") for name in held)
+        gone = any(map(_is_gone, held.values()))
+        silent = time.time() - max(lease.touched for lease in held.values()) if held else None
         work = made.get(worker, [])
         seconds = sum(took for _, took in work)
         rate = sum(count for count, _ in work) / seconds if seconds else 0.0
-        yield Working(worker, ", ".join(what), time.time() - touched[worker], len(work), rate)
+        yield Working(worker, does, gone, silent, len(work), rate)
 
 
 def _left(
@@ -147,7 +163,8 @@ def _left(
     steps = recipe.steps_in_round(here) * (1 - done) + sum(
         map(recipe.steps_in_round, range(here + 1, len(recipe.rounds)))
     )
-    rate = sum(worker.rate for worker in workers)
+    # Before calibration, who holds no lease has left; then all but the leader wait for the next round.
+    rate = sum(worker.rate for worker in workers if not worker.gone and (worker.does or done == 1))
     paces = [e["seconds"] for e in events if {"epoch", "seconds"} <= e.keys()][-20:]
     if (steps and not rate) or (epochs < recipe.epochs and not paces):
         return None

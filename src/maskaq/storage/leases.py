@@ -161,10 +161,10 @@ class Leases:
     def close(self) -> None:
         """Give all leases back."""
         self._stop.set()
+        for name in list(self._mine):  # first of all: a second signal may interrupt the rest
+            self.release(name)
         if self._heart is not None:
             self._heart.join()
-        for name in list(self._mine):
-            self.release(name)
         _LIVING.discard(self._token)
 
     def all(self) -> dict[str, Held]:
@@ -260,7 +260,7 @@ def _read(path: Path) -> Held | None:
 
 
 def check_shared(folder: Path) -> None:
-    """RunFolderError unless the folder offers what several workers need of it: exclusive creation, renaming, times."""
+    """RunFolderError unless a folder has what several workers need: exclusive creation, renaming, times, locks."""
     lacks = ""
     trial = folder / f".trial.{secrets.token_hex(8)}"
     with explained(folder):
@@ -273,8 +273,8 @@ def check_shared(folder: Path) -> None:
     if lacks:
         raise RunFolderError(
             f"{folder} cannot be shared by several workers: its file system {lacks}. Expected a local disk, NFS, "
-            "Lustre or another file system with exclusive creation and atomic renaming (most mounts of object stores "
-            "have neither): choose another --out and copy the result, or run with one worker"
+            "Lustre or another file system with exclusive creation, atomic renaming and locks (most mounts of object "
+            "stores lack some of them): choose another --out and copy the result, or use `quantize` with one worker"
         )
 
 
@@ -285,24 +285,29 @@ def _lacking(folder: Path) -> str:
     for path in (first, second):
         with open(os.open(path, flags), "wb") as file:
             file.write(path.name.encode())
+    trial = "tell that a file is there already (O_EXCL)"
     try:
-        os.close(os.open(first, flags))
-        return "creates a file that is there already (O_EXCL is ignored)"
-    except FileExistsError:
-        pass
-    try:
+        with suppress(FileExistsError):
+            os.close(os.open(first, flags))
+            return "creates a file that is there already (O_EXCL is ignored)"
+        trial = "rename a file over another"
         os.replace(first, second)
+        if first.exists() or second.read_bytes() != b"first":
+            return "does not rename a file over another as a whole"
+        with suppress(FileNotFoundError):
+            os.rename(first, folder / "third")
+            return "renames a file that is not there"
+        trial = "set the time of a file"
+        before = second.stat().st_mtime_ns
+        os.utime(second, ns=(before + 10**10, before + 10**10))
+        if second.stat().st_mtime_ns == before:
+            return "does not keep the time at which a file was touched"
+        trial = "lock a file (flock)"
+        if os.name == "posix":
+            import fcntl
+
+            with open(second, "r+b") as file:  # NFS locks only what is open for writing
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return f"cannot rename a file over another ({error.strerror})"
-    if first.exists() or second.read_bytes() != b"first":
-        return "does not rename a file over another as a whole"
-    try:
-        os.rename(first, folder / "third")
-        return "renames a file that is not there"
-    except FileNotFoundError:
-        pass
-    before = second.stat().st_mtime_ns
-    os.utime(second, ns=(before + 10**10, before + 10**10))
-    if second.stat().st_mtime_ns == before:
-        return "does not keep the time at which a file was touched"
+        return f"cannot {trial}: {error.strerror}"
     return ""

@@ -32,6 +32,7 @@ from maskaq.losses.terms import CALIBRATION_TERMS, SYNTHESIS_TERMS, CalibrationV
 from maskaq.models import geometry
 from maskaq.models.structure import gelu_mlps
 from maskaq.models.taps import taps
+from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.ranges import RANGES, affine
 from maskaq.quant.twin import in_float, init_ranges_
@@ -483,6 +484,22 @@ def test_superposed_latents_are_shares_of_several_classes():
     assert 70 < mixed.sum() < 130 and set((shares[mixed] > 0).sum(dim=1).tolist()) == {3}
     assert torch.equal(shares[~mixed].argmax(dim=1), labels[~mixed])
     assert torch.equal(training.model.table, pair(recipe)[0].head.weight)  # a latent vector for each class
+
+
+def test_a_generators_training_is_a_stage_that_advances_with_every_step():
+    seen: dict[str, list[int]] = {}
+
+    class Counted(Progress):
+        def stage(self, title: str, total: int, done: int = 0) -> None:
+            self.title = title
+            seen[title] = [0, total]
+
+        def advance(self, units: int = 1, **metrics: float) -> None:
+            seen[self.title][0] += units
+
+    recipe = tiny("gdfq")
+    GeneratedImages(*pair(recipe), recipe, progress=Counted())(torch.arange(4))
+    assert seen == {"train the generator": [3, 3], "generate": [4, 4]}
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from helpers import VIT, VIT_ARGS, small_recipe, tiny_swin, tiny_vit
 from safetensors.torch import save_file
 from torch import Tensor
 
+from maskaq.errors import RunFolderError
 from maskaq.models import expose, geometry
 from maskaq.models.taps import taps
 from maskaq.progress import Progress
@@ -571,3 +573,6 @@ def test_a_report_takes_real_images_for_theorem_2_and_keeps_what_it_found(tmp_pa
     kept = collect.read(RunFolder.read(tmp_path / "run")).facts["information"]
     assert 0 <= kept["eps s"]["value"] <= 1 and kept["xi"]["value"] >= 0
     assert "Eq. 22" in (tmp_path / "run/report.html").read_text()
+    shutil.rmtree(tmp_path / "run/images")  # as `maskaq compare` does with those of its rows
+    with pytest.raises(RunFolderError, match="--keep-images"):
+        write_report(tmp_path / "run", device="cpu", real=lambda model: labelled)

@@ -184,11 +184,12 @@ class Reconstructor(Calibrator):
                 for rounding in self.roundings:
                     rounding.release()
         run = self.engine.losses
-        if self.own.error == "hessian":
-            assert self.importance is not None
-            expected[-1], found[-1] = (x * self.importance.sqrt() for x in (expected[-1], found[-1]))
-        errors = [run(distill.relative_error, p.float(), q.float()) for p, q in zip(expected, found, strict=True)]
-        return torch.stack(errors[:-1]).mean(dim=0), errors[-1]
+        pairs = [(p.float(), q.float()) for p, q in zip(expected, found, strict=True)]
+        if self.importance is None:
+            block = run(distill.relative_error, *pairs[-1])
+        else:
+            block = run(distill.weighted_error, *pairs[-1], self.importance)
+        return torch.stack([run(distill.relative_error, *pair) for pair in pairs[:-1]]).mean(dim=0), block
 
     def _seen(self, seen: Taps, output: Tensor) -> list[Tensor]:
         """What the classifiers read, or without one the model's output; and the unit's output."""
@@ -198,7 +199,8 @@ class Reconstructor(Calibrator):
         """(1, ...): how much each value of the unit's output moves the predictions, mean over images (APHQ-ViT).
 
         |g(X + e) - g(X - e)|, g the gradient of KL at T = 20 between the prediction from X and that from the moved X.
-        Ours: e is a thousandth of X's standard deviation, where theirs is 1e-6, below float32's own rounding.
+        Ours: e is a thousandth of X's standard deviation, where theirs is 1e-6, below float32's own rounding; and its
+        signs are random. Behind a LayerNorm, the same number added to all channels changes nothing.
         """
         block = self.teacher.get_submodule(self.units[self.unit][-1])
         with torch.no_grad():
@@ -208,7 +210,8 @@ class Reconstructor(Calibrator):
             moved: list[Tensor] = []
 
             def move(module: nn.Module, inputs: Any, output: Tensor, sign: int = sign, to: list = moved) -> Tensor:
-                to.append((output.detach() + sign * 1e-3 * output.detach().std()).requires_grad_())
+                x = output.detach()
+                to.append((x + sign * 1e-3 * x.std() * self._signs(x)).requires_grad_())
                 return to[0]
 
             handle = block.register_forward_hook(move)
@@ -219,6 +222,11 @@ class Reconstructor(Calibrator):
             gradients.append(torch.autograd.grad(loss, moved[0])[0])
         found = (gradients[0] - gradients[1]).abs().mean(dim=0, keepdim=True)
         return found / found.mean().clamp(min=1e-30)
+
+    def _signs(self, x: Tensor) -> Tensor:
+        """(1, ...): 1 or -1 for each value of an image, the same for all images."""
+        key = randomness.fold(randomness.image_keys(self.seed, torch.tensor([self.unit])), "importance")
+        return torch.where(randomness.uniform(key, *x.shape[1:]) < 0.5, -1.0, 1.0).to(x)
 
     def _set_beta(self, epoch: float) -> None:
         """Adaround's beta: from 20 to 2 after the first fifth of a unit, in which nothing is pulled."""

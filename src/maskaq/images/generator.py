@@ -191,21 +191,27 @@ class GeneratedImages:
     def _trained(self) -> Generator:
         steps = self.recipe.synthesis.generator.steps
         logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
+        self.progress.stage("train the generator", steps)
         for number in range(steps):
             *_, parts = self.training.step(number)
+            self.progress.advance(1)
             if number in logged:
                 self.curves.append({"step": number, **parts})
         return self.training.model.eval()
 
     @torch.no_grad()
     def __call__(self, indices: Tensor, round_index: int = 0, start: SyntheticSet | None = None) -> SyntheticSet:
+        work = max(1, self.recipe.steps_in_round(round_index))
+        begins = "_trained" not in vars(self)
         with torch.enable_grad():
             model = self._trained
+        if begins:  # the stage that the generator's interrupted
+            self.progress.stage(self.stage, len(indices) * work)
         device = self.training.device
         labels = self.training.task.targets(indices.to(device), self.training.geometry.classes)
         noise, _, shares = self.training.draw(indices, "generated image", labels)
         images = torch.cat([model(n, s) for n, s in zip(noise.split(64), shares.split(64), strict=True)])
-        self.progress.advance(len(indices) * max(1, self.recipe.steps_in_round(round_index)))
+        self.progress.advance(len(indices) * work)
         pixels = self.training.geometry.pixels(images).clamp(0, 1)
         finite = torch.isfinite(pixels).flatten(1).all(dim=1)
         return SyntheticSet(to_bytes(pixels[finite]), labels[finite], indices.to(device)[finite]).to("cpu")

@@ -100,6 +100,11 @@ def relative_error(teacher: Tensor, student: Tensor) -> Tensor:
     return (error / torch.maximum(variance, floor)).mean(dim=1)
 
 
+def weighted_error(teacher: Tensor, student: Tensor, weights: Tensor) -> Tensor:
+    """(B,): squared error times the weight of each value, mean over all values of an image."""
+    return (weights * (teacher - student).square()).flatten(1).mean(dim=1)
+
+
 def mean_relative_error(
     teacher: Sequence[Tensor], student: Sequence[Tensor], error: Callable[[Tensor, Tensor], Tensor] = relative_error
 ) -> Tensor:

@@ -75,13 +75,13 @@ def markdown(page: Page) -> str:
 
 
 def latex(page: Page) -> str:
-    """The table for a paper: booktabs, the best mean of each width in bold."""
+    """The table for a paper: booktabs, the best mean of each width without real images in bold."""
     columns = "ll" + "c" * (len(page.folders) + 4)
     titles = [title for title in head(page) if title != "images x steps"]
     best: dict[str, tuple[float, str]] = {}
     for row in page.rows:
         value = _number(row.mean)
-        if value is not None and value > best.get(row.bits, (-1.0, ""))[0]:
+        if value is not None and not row.note and value > best.get(row.bits, (-1.0, ""))[0]:
             best[row.bits] = (value, row.method)
     lines = ["% needs \\usepackage{booktabs}", f"\\begin{{tabular}}{{{columns}}}", "\\toprule"]
     lines += [" & ".join(_tex(word) for word in titles) + " \\\\", "\\midrule"]
@@ -90,9 +90,13 @@ def latex(page: Page) -> str:
             lines.append("\\midrule")
         bold = best.get(row.bits, (0, None))[1] == row.method
         mean = f"\\textbf{{{_tex(row.mean)}}}" if bold else _tex(row.mean)
-        cells = [row.bits, row.method, *row.figures]
-        lines.append(" & ".join([*map(_tex, cells), mean, *map(_tex, (row.difference, row.kl, row.seconds))]) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+        method = _tex(row.method) + "$^{*}$" * bool(row.note)
+        difference = _tex(row.difference).replace("-", "$-$")  # a minus sign, not a hyphen
+        cells = [row.bits, method, *map(_tex, row.figures), mean, difference, _tex(row.kl), _tex(row.seconds)]
+        lines.append(" & ".join(cells) + " \\\\")
+    notes = [f"{_tex(row.method)} {row.bits}: {_tex(row.note)}" for row in page.rows if row.note]
+    lines += ["\\bottomrule", *(f"\\multicolumn{{{len(titles)}}}{{l}}{{$^{{*}}$ {note}}} \\\\" for note in notes)]
+    return "\n".join([*lines, "\\end{tabular}", ""])
 
 
 def html(page: Page) -> str:
@@ -112,6 +116,7 @@ def html(page: Page) -> str:
         "head": head(page),
         "table": [cells(row) for row in page.rows],
         "of_classes": of_classes,
+        "some_without": of_classes and not all(_labels([column]) for column in shown),
         "labels": [_named(label, page.names) if of_classes else f"image {label + 1}" for label in labels],
         "real": [pages.data_uri(_small(page.real[n])) if of_classes and n in page.real else None for n in labels],
         "columns": [_column(column, labels, pages.data_uri) for column in shown],
@@ -201,7 +206,11 @@ _TEX = {
     "±": "$\\pm$",
     **{c: f"\\{c}" for c in "&%$#_{}"},
     "~": "\\textasciitilde{}",
-    "^": "\\^{}",
+    "^": "\\textasciicircum{}",
+    "<": "\\textless{}",
+    ">": "\\textgreater{}",
+    "|": "\\textbar{}",
+    "\n": " ",
 }
 
 

@@ -27,6 +27,7 @@ from maskaq.models.hf import adopted
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe, load_recipe
+from maskaq.report.collect import FACTS_FILE
 from maskaq.runs.arguments import model_identity
 from maskaq.runs.provenance import commit, pick_device
 from maskaq.runs.quantize import quantize
@@ -149,6 +150,7 @@ class Line:
     kl: dict[str, float] = field(default_factory=dict)
     """Folder -> mean distance of Q's outputs to P's."""
     seconds: float = 0.0
+    """Of the run, without what is measured for its report."""
     handover: dict[str, Any] | None = None
     device: str = ""
     commit: str | None = None
@@ -275,6 +277,7 @@ class Comparison:
         )
         folder = self.out / row.name
         spent = _spent(folder)
+        is_measured = (folder / FACTS_FILE).exists()
         began = time.monotonic()
         try:
             result = quantize(
@@ -294,7 +297,10 @@ class Comparison:
             line.failed = str(error)
             self._write(line)
             return line
-        line.seconds = round(spent + time.monotonic() - began, 1)
+        line.seconds = spent + time.monotonic() - began
+        if not is_measured and (folder / FACTS_FILE).exists():  # what only a report shows is no part of the method
+            line.seconds -= RunFolder.read(folder).read_json(FACTS_FILE)["seconds"]
+        line.seconds = round(line.seconds, 1)
         line.handover = read_config(folder / QUANTIZED)["made"].get("handover")
         self._measure(line, result.model.eval())
         self._write(line)

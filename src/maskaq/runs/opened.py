@@ -309,7 +309,9 @@ def _with_real_images(
     try:
         images = collect.images_per_label(folder, recipe, classes) or opened.images()[: collect.SAMPLED]
     except RunFolderError as error:
-        raise RunFolderError(f"{folder.root}: Theorem 2 needs its synthetic images: {error}") from error
+        raise RunFolderError(
+            f"{folder.root}: Theorem 2 needs its synthetic images (in `maskaq compare`: --keep-images): {error}"
+        ) from error
     found = collect.against_real(recipe, teacher, student, images, real(opened.teacher()), progress)
     facts = record.collected.facts
     changed = Collected(

@@ -69,7 +69,7 @@ def has_classifier(name: str) -> bool:
 def pretrained_tags(name: str) -> list[str]:
     """The tags of the weights that timm has for an architecture, its default first."""
     architecture = name.split(".")[0]
-    default = get_pretrained_cfg(name.split(".")[0])
+    default = get_pretrained_cfg(architecture)
     tags = [found.split(".", 1)[1] for found in list_models(f"{architecture}.*", pretrained=True)]
     return sorted(tags, key=lambda tag: default is None or tag != default.tag)
 

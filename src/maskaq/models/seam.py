@@ -60,7 +60,7 @@ class Fused(AttentionProducts):
         """(B*W, H, T, D), with a learned gain for each head in the place of one scale."""
         return self.attend(q, k, v, bias, gain)
 
-    def bind(self, query: Tensor, key: Tensor, is_causal: bool, scale: float | None, heads: int) -> None:
+    def bind(self, query: Tensor, is_causal: bool, scale: float | None, heads: int) -> None:
         """Take from a first call what is the same in every other."""
         if is_causal:
             raise ModelError("causal attention is not a vision transformer's: maskaq has no mask for it")
@@ -190,11 +190,11 @@ def _rewire(model: nn.Module, seen: probe.Seen) -> dict[str, Any]:
 def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
     """Run the model once with products that only look, and build what they need from what they see."""
     softmaxed = probe.Softmaxed()
-    bindings = {name: _Binding(module, {}) for name, module in owners.items()}
-    for name, binding in bindings.items():
+    bindings = [_Binding(module, {}) for module in owners.values()]
+    for binding in bindings:
         products = binding.module.products
         method = "attention" if isinstance(products, Fused) else "multiply"
-        setattr(products, method, _looking(name, binding, softmaxed))
+        setattr(products, method, _looking(binding, softmaxed))
     try:
         with torch.no_grad(), softmaxed:
             model(image)
@@ -202,17 +202,17 @@ def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
         for module in owners.values():
             module.products.__dict__.pop("attention", None)
             module.products.__dict__.pop("multiply", None)
-    for name, binding in bindings.items():
+    for binding in bindings:
         if isinstance(binding.module.products, WrittenOut):
-            _name_products(name, binding)
+            _name_products(binding)
 
 
-def _looking(name: str, binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
+def _looking(binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
     products = binding.module.products
     heads = next((int(getattr(binding.module, key)) for key in HEADS if _is_number(binding.module, key)), 0)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        products.bind(query, key, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
+        products.bind(query, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
     def multiply(place: str, a: Tensor, b: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def _is_number(module: Any, key: str) -> bool:
     return type(getattr(module, key, None)) is int
 
 
-def _name_products(name: str, binding: _Binding) -> None:
+def _name_products(binding: _Binding) -> None:
     """`qk` and `av` where there are two products, the second of the softmax's output; else numbered ones."""
     products = binding.module.products
     places = binding.places

@@ -57,8 +57,6 @@ class Reader:
     layers: tuple[str, ...]
     norm: str = ""
     """Empty: they read the stream as it is."""
-    copies: int = 1
-    """Tokens side by side that the norm sees as one (the merging of patches)."""
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderErr
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
 from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
-from maskaq.models.structure import has_relu, put_relu_, tensors_of
+from maskaq.models.structure import has_relu, put_relu_, replace_module, tensors_of
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
-from maskaq.quant.kinds import kind_of, layers, replace_module
+from maskaq.quant.kinds import kind_of, layers
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 from maskaq.quant.plan import QuantPlan, plan_of
 from maskaq.quant.rotation import rotate, rotate_online_, rotated

@@ -21,8 +21,8 @@ from maskaq.images.sets import SyntheticSet
 from maskaq.images.synthesis import cosine
 from maskaq.losses import distill
 from maskaq.models import geometry, parts
+from maskaq.models.structure import replace_module
 from maskaq.models.taps import Taps, taps
-from maskaq.quant.kinds import replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
 

@@ -123,5 +123,11 @@ def outputs_again(model: nn.Module, image: Tensor, before: Any) -> list[Tensor]:
     return tensors_of(model(image) if isinstance(before, Tensor) else model(image, before["boxes"]))
 
 
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
 def is_absent(module: Any) -> bool:
     return module is None or isinstance(module, nn.Identity)

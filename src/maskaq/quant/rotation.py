@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from maskaq.errors import ModelError, RecipeError, unknown
 from maskaq.models import expose, family_of, geometry
 from maskaq.models.probe import probe_image
-from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, tensors_of
-from maskaq.quant.kinds import refuse_quantized, replace_module
+from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, replace_module, tensors_of
+from maskaq.quant.kinds import refuse_quantized
 from maskaq.randomness import image_keys, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError
-from maskaq.models.structure import put_relu_
-from maskaq.quant.kinds import layers, refuse_quantized, replace_module
+from maskaq.models.structure import put_relu_, replace_module
+from maskaq.quant.kinds import layers, refuse_quantized
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.quantizers import Quantizer, make_quantizer

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.calibrate.stage import GradientFree
-from maskaq.models import family_of, geometry
+from maskaq.models import geometry, streams_of
 from maskaq.models.structure import Reader
 from maskaq.quant import ranges
 from maskaq.quant.quantizers import Quantizer
@@ -75,8 +75,7 @@ class Reparametrizer(GradientFree):
 
 def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:
     """Layers that read a residual stream through a LayerNorm with a weight, and why there are none, if so."""
-    family = family_of(model)
-    streams = "which layers read its streams is not known" if family is None else family.streams(model)
+    streams = streams_of(model)
     if isinstance(streams, str):
         return [], streams
     last = geometry(model).last

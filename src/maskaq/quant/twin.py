@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from maskaq.errors import ModelError
 from maskaq.models.structure import put_relu_, replace_module
 from maskaq.quant.kinds import layers, refuse_quantized
-from maskaq.quant.layers import QuantWeightMixin
+from maskaq.quant.layers import QuantWeightMixin, holding
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.quantizers import Quantizer, make_quantizer
 from maskaq.quant.rotation import rotate_online_
@@ -67,7 +67,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
     try:
         for q in activations:
             q.observed = []
-        with _float_weights(student):
+        with holding({m: m.weight.detach() for m in student.modules() if isinstance(m, QuantWeightMixin)}):
             for part in images.split(batch):
                 student(part)
         for q in activations:
@@ -86,33 +86,22 @@ def frozen(student: nn.Module, weight_cache: dict[nn.Module, Tensor] | None = No
     """
     weight_cache = {} if weight_cache is None else weight_cache
     trained = [p for p in student.parameters() if p.requires_grad]
-    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
-    held = [layer.held_weight for layer in layers]  # by an outer `frozen`, or None
+    held: dict[QuantWeightMixin, Tensor] = {}
     try:
         student.requires_grad_(False)
-        for layer in layers:
-            weight = layer.quantized_weight().detach()
-            layer.held_weight = (
-                weight_cache[layer].copy_(weight) if layer in weight_cache else weight_cache.setdefault(layer, weight)
-            )
-        yield
+        for layer in student.modules():
+            if isinstance(layer, QuantWeightMixin):
+                weight = layer.quantized_weight().detach()
+                held[layer] = (
+                    weight_cache[layer].copy_(weight)
+                    if layer in weight_cache
+                    else weight_cache.setdefault(layer, weight)
+                )
+        with holding(held):
+            yield
     finally:
-        for layer, before in zip(layers, held, strict=True):
-            layer.held_weight = before
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-@contextmanager
-def _float_weights(student: nn.Module) -> Iterator[None]:
-    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
-    try:
-        for layer in layers:
-            layer.held_weight = layer.weight.detach()
-        yield
-    finally:
-        for layer in layers:
-            layer.held_weight = None
 
 
 @contextmanager

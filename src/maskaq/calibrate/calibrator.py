@@ -17,7 +17,6 @@ from maskaq.errors import CalibrationError
 from maskaq.images import masks
 from maskaq.images.augment import REACH, mix, simclr
 from maskaq.images.sets import SyntheticSet, to_pixels
-from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective, possible
 from maskaq.models import geometry
@@ -27,6 +26,7 @@ from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantizers
 from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe
+from maskaq.schedules import cosine
 from maskaq.tasks import task_of
 
 

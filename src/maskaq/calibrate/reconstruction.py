@@ -18,13 +18,13 @@ from maskaq.calibrate.calibrator import BatchBuffers, Calibrator, ranges_and_oth
 from maskaq.calibrate.evolve import refuse_following_weights
 from maskaq.errors import RecipeError
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.synthesis import cosine
 from maskaq.losses import distill
 from maskaq.models import geometry, parts
 from maskaq.models.structure import replace_module
 from maskaq.models.taps import Taps, taps
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
+from maskaq.schedules import cosine
 
 
 class Reconstructor(Calibrator):

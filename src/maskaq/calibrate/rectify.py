@@ -16,9 +16,9 @@ from maskaq.calibrate.stage import GradientFree
 from maskaq.errors import RecipeError
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.stored import range_images
-from maskaq.images.synthesis import cosine
 from maskaq.models.structure import gelu_mlps
 from maskaq.quant.twin import init_ranges_, set_weight_ranges_
+from maskaq.schedules import cosine
 
 _TOKENS = 2048  # of a step
 

@@ -26,11 +26,11 @@ from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
+from maskaq.schedules import cosine, logged_steps
 from maskaq.shapes import Geometry
 from maskaq.tasks import task_of
 from maskaq.tasks.task import Layout
 
-_LOGGED_POINTS = 20  # loss curves have this many points per batch
 _LOOKED_AT = 4  # lost images that are repeated to find the term that caused it
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
@@ -247,7 +247,7 @@ class Synthesizer:
         """Algorithm 1, lines 2-6. Returns the images, and snapshots of the first one by number of steps."""
         buffers = self._buffers_for(len(images))
         buffers.fill(images, labels, keys, self._schedule(steps, lr), layout)
-        logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
+        logged = logged_steps(steps)
         points = []
         snapshots = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
@@ -547,8 +547,3 @@ def synthesize(
     shards = torch.arange(recipe.synthesis.images).split(recipe.synthesis.batch)
     synthesizer.progress.stage("synthesize", recipe.synthesis.images * max(1, recipe.synthesis.steps))
     return SyntheticSet.concatenate(synthesizer(shard) for shard in shards)
-
-
-def cosine(fraction: float, final: float) -> float:
-    """Factor of the learning rate: 1 at fraction 0, `final` at fraction 1."""
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * fraction))

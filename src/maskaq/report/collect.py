@@ -33,6 +33,7 @@ from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import frozen, in_float, quantizers
 from maskaq.recipe.schema import Recipe
 from maskaq.report.information import Figure, information_report, theorem_2_report
+from maskaq.schedules import spread
 from maskaq.shapes import Geometry
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
@@ -257,13 +258,6 @@ def thumbnails(images: Tensor, side: int) -> Tensor:
         return images.clone()
     small = F.interpolate(to_pixels(images), scale_factor=factor, mode="bilinear", antialias=True)
     return to_bytes(small)
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """At most so many items, evenly spaced, with the first and the last."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 # ---- predictions and attention

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.errors import RecipeError
 from maskaq.progress import Progress
+from maskaq.quant.evolution import evolved
 from maskaq.quant.kinds import layers
 from maskaq.quant.layers import QuantWeightMixin, holding
 from maskaq.quant.plan import QuantPlan, has_own_bits
@@ -143,23 +144,18 @@ def evolve(
 ) -> dict[str, int]:
     """Site -> width, by evolution from a start: never a larger cost, within the budget (after CLAMP-ViT).
 
-    A child has one width more of one layer and, where the budget asks for it, less of others; it replaces the worst.
+    A child has one layer at the next larger width and, where the budget asks for it, others at a smaller one.
     """
     names = sorted(start)
     root = randomness.image_keys(0, torch.arange(1))
     mutants = (_mutated(start, names, sizes, budget, randomness.fold(root, n)) for n in range(1, POPULATION))
     population = [(cost(found), found) for found in (start, *mutants)]
-    for cycle in range(CYCLES):
-        key = randomness.fold(root, f"cycle {cycle}")
-        lots = randomness.uniform(key, len(population))[0].argsort(stable=True)[:TOURNAMENT]
-        _, parent = min((population[n] for n in lots.tolist()), key=lambda found: found[0])
+
+    def child_of(parent: dict[str, int], key: Tensor) -> tuple[float, dict[str, int]] | None:
         child = _mutated(parent, names, sizes, budget, key)
-        if child in (known for _, known in population):
-            continue
-        worst = max(range(len(population)), key=lambda n: population[n][0])
-        if (value := cost(child)) < population[worst][0]:
-            population[worst] = (value, child)
-    return min(population, key=lambda found: found[0])[1]
+        return None if child in (known for _, known in population) else (cost(child), child)
+
+    return evolved(population, root, CYCLES, TOURNAMENT, child_of)[1]
 
 
 def _mutated(

@@ -19,7 +19,7 @@ from maskaq.models import geometry, streams_of
 from maskaq.models.structure import Reader
 from maskaq.quant import ranges
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import in_float
+from maskaq.quant.twin import float_inputs
 
 _VALUES = 1 << 12  # of each channel
 
@@ -34,9 +34,9 @@ class Reparametrizer(GradientFree):
         readers, reason = norm_readers(self.teacher)
         if reason:
             self.progress.note(f"not reparametrized: {reason}")
-        inputs = layer_inputs(self.student, images, {reader.layers[0] for reader in readers})
+        inputs = float_inputs(self.student, images, {reader.layers[0] for reader in readers})
         for reader in readers:
-            self._fold(reader, inputs[reader.layers[0]])
+            self._fold(reader, inputs[reader.layers[0]][0])
         return {"layers": float(sum(len(reader.layers) for reader in readers))}
 
     def _fold(self, reader: Reader, values: Tensor) -> None:
@@ -84,22 +84,3 @@ def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:
     ]
     weighted = [r for r in found if getattr(model.get_submodule(r.norm), "weight", None) is not None]
     return weighted, "" if weighted else "no norm has a weight"
-
-
-@torch.no_grad()
-def layer_inputs(student: nn.Module, images: Tensor, names: set[str], batch: int = 32) -> dict[str, Tensor]:
-    """What the float model gives to each of these layers."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def listener(name: str) -> Any:
-        return lambda module, inputs: seen[name].append(inputs[0].detach())
-
-    handles = [student.get_submodule(name).register_forward_pre_hook(listener(name)) for name in names]
-    try:
-        with in_float(student):
-            for part in images.split(batch):
-                student(part)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}

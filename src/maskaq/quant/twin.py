@@ -1,8 +1,9 @@
 """The quantized twin Q of a teacher P: same modules under the same names, with quantizers at every linear map."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,25 @@ def in_float(student: nn.Module) -> Iterator[None]:
     finally:
         for quantizer, drop in before.items():
             quantizer.drop = drop
+
+
+@torch.no_grad()
+def float_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch: int = 32) -> dict[str, list[Tensor]]:
+    """Layer -> each of its inputs for all images, while nothing is quantized."""
+    seen: dict[str, list[list[Tensor]]] = {name: [] for name in names}
+
+    def listener(name: str) -> Any:
+        return lambda module, inputs: seen[name].append([x.detach() for x in inputs])
+
+    handles = [student.get_submodule(name).register_forward_pre_hook(listener(name)) for name in seen]
+    try:
+        with in_float(student):
+            for part in images.split(batch):
+                student(part)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: [torch.cat(parts) for parts in zip(*calls, strict=True)] for name, calls in seen.items()}
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from maskaq.models.structure import gelu_mlps
 from maskaq.models.taps import taps
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.ranges import RANGES, affine
-from maskaq.quant.twin import in_float, init_ranges_
+from maskaq.quant.twin import float_inputs, in_float, init_ranges_
 from maskaq.randomness import image_keys
 from maskaq.recipe.schema import load_recipe, shipped_recipes
 from maskaq.runs.quantize import noise, quantize
@@ -242,6 +242,20 @@ def test_reparametrizing_leaves_the_float_model_alone_and_gives_each_channel_its
         differs += int((codes.int() != mine).sum())
     assert differs <= 0.001 * before.numel()  # values on the border of two codes
     assert layer.input_quantizer.scale.numel() == 1
+
+
+@pytest.mark.parametrize("rules", ["[]", '[{match = "*.reduction.weight", bits = "float"}]'])
+def test_reparametrizing_a_layer_without_a_bias_finds_its_input_range_as_the_recipe_says_for_activations(rules):
+    rule = f"quantization.rule={rules}"
+    teacher, student, images, recipe = student_of(tiny_swin, *STATIC, "quantization.weight_range=mse", rule)
+    Reparametrizer(teacher, student, recipe).fit(images, 0)
+    names = [name for name, _ in student.named_modules() if name.endswith("reduction")]
+    for name, (inputs,) in float_inputs(student, images, names).items():
+        assert student.get_submodule(name).bias is None
+        low, high = RANGES["minmax"](inputs.reshape(1, -1), 4, False, 1.0)
+        found = student.get_submodule(name).input_quantizer.scale
+        torch.testing.assert_close(found, affine(low, high, 4)[0], rtol=1e-4, atol=0)
+    assert names
 
 
 @pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))

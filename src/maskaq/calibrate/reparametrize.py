@@ -45,10 +45,10 @@ class Reparametrizer(GradientFree):
         quantizer = layers[0].input_quantizer
         if not isinstance(quantizer, Quantizer) or quantizer.site.role != "activation":
             return
-        bits, method = quantizer.site.bits, ranges.RANGES[quantizer.site.range]
+        bits, find = quantizer.site.bits, ranges.RANGES[quantizer.site.range]
         columns = values.flatten(0, -2)
         columns = columns[:: max(1, -(-len(columns) // _VALUES))].T  # (C, M)
-        own_scale, own_zero = ranges.affine(*method(columns, bits, False, self.scheme.percentile), bits)
+        own_scale, own_zero = ranges.affine(*find(columns, bits, False, self.scheme.percentile), bits)
         scale = own_scale.mean()
         shifts = all(layer.bias is not None for layer in layers) and norm.bias is not None
         zero = own_zero.mean().round()
@@ -62,15 +62,15 @@ class Reparametrizer(GradientFree):
             if shifts:
                 layer.bias.add_(layer.weight @ shift)
             if isinstance(layer.weight_quantizer, Quantizer):
-                site = layer.weight_quantizer.site
-                layer.weight_quantizer.set_range(layer.weight, site.range, self.scheme.percentile)
+                method = layer.weight_quantizer.site.range
+                layer.weight_quantizer.set_range(layer.weight, method, self.scheme.percentile)
             if not isinstance(layer.input_quantizer, Quantizer):
                 continue
             if shifts:
                 layer.input_quantizer._store(scale[None], zero[None])
             else:
-                scaled = columns.T / ratio
-                layer.input_quantizer.set_range(scaled, site.range, self.scheme.percentile)
+                method = layer.input_quantizer.site.range
+                layer.input_quantizer.set_range(columns.T / ratio, method, self.scheme.percentile)
 
 
 def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:

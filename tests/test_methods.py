@@ -360,7 +360,7 @@ def test_dropped_values_are_the_float_ones_and_as_many_as_asked():
     assert isinstance(quantizer, Quantizer)
     x = torch.randn(4000)
     plain = quantizer(x).detach()
-    quantizer.drop, quantizer.lots = 0.25, image_keys(0, torch.arange(1))
+    quantizer.drop, quantizer.drop_key = 0.25, image_keys(0, torch.arange(1))
     mixed = quantizer(x).detach()
     kept = mixed == x
     assert torch.equal(mixed[~kept], plain[~kept]) and 0.2 < kept.float().mean() < 0.3

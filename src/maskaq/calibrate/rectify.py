@@ -24,7 +24,7 @@ _TOKENS = 2048  # of a step
 
 
 class Rectifier(GradientFree):
-    """The stage that does so; ranges are found anew afterwards."""
+    """The stage that fits the MLPs; afterwards all ranges are found again."""
 
     name = "relu"
 

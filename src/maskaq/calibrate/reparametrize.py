@@ -25,7 +25,7 @@ _VALUES = 1 << 12  # of each channel
 
 
 class Reparametrizer(GradientFree):
-    """The stage that does so in front of every layer that reads a LayerNorm, but for the classifier."""
+    """The stage that moves the scales of every layer that reads a LayerNorm, except the classifier."""
 
     name = "reparametrize"
 

@@ -27,7 +27,7 @@ _WINDOWS = 64  # of a product
 
 
 class Searcher(GradientFree):
-    """The stage that does so for every quantized layer, in the float model's own inputs."""
+    """The stage that searches the ranges of every quantized layer, on the inputs it has in the float model."""
 
     name = "search"
 

@@ -78,11 +78,11 @@ def _show_file(arguments: Arguments, console: Console) -> None:
     table = Table(title=f"{name}   ({bytes_of(name) / 1e6:.2f} MB)", title_justify="left", show_header=False)
     table.add_row("runtime", RUNTIMES.get(Path(name).suffix, "PyTorch (torch.export.load)"))
     for key, value in notes.items():
-        table.add_row(key, _told(key, value))
+        table.add_row(key, _as_text(key, value))
     console.print(table)
 
 
-def _told(key: str, value: Any) -> str:
+def _as_text(key: str, value: Any) -> str:
     if key == "labels" and value:
         return f"{len(value)}: " + "; ".join(value[:3]) + ("; ..." if len(value) > 3 else "")
     if key == "recipe" and isinstance(value, dict):

@@ -66,7 +66,7 @@ def model_of(options: ModelOptions) -> nn.Module:
 
 
 def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str, Any]:
-    """What the model of a run is, as the run writes it down."""
+    """Name, arguments and checkpoint of a model, as the run records them."""
     args = timm_args(options)
     return {
         "name": options.model,

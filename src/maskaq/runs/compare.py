@@ -315,9 +315,10 @@ class Comparison:
         found = {key: getattr(line, key) for key in asked}
         if odd := [key for key in asked if found[key] != asked[key]]:
             what = "full-precision model" if odd[0] == "quantized" else odd[0]
+            there, here = (_in_words(side[odd[0]]) for side in (found, asked))
             raise RecipeError(
-                f"{self.file}: {row.name} is of another {what}, {_told(found[odd[0]])}, and {_told(asked[odd[0]])} is "
-                "asked for: give the row another name, or choose another --out"
+                f"{self.file}: {row.name} was run with another {what}, {there} instead of {here}: give the row another "
+                "name, or choose another --out"
             )
 
     @torch.no_grad()
@@ -407,8 +408,8 @@ def _spent(folder: Path) -> float:
     return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
 
 
-def _told(value: Any) -> str:
-    """A setting in a message."""
+def _in_words(value: Any) -> str:
+    """A setting as text for a message."""
     return ", ".join(f"{key} {short(x)}" for key, x in value.items()) if isinstance(value, dict) else repr(value)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import maskaq
 from maskaq import zoo
 from maskaq.artifact import hub
-from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError, first_line
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
 from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
@@ -102,9 +102,8 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
     except MaskaqError as error:
         raise PretrainedError(f"{root} cannot be loaded: {error}") from error
     except Exception as error:  # a config that a program wrote can be wrong in more ways than can be listed
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise PretrainedError(
-            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
+            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({first_line(error)})"
         ) from error
 
 

@@ -163,13 +163,13 @@ def seconds_per_pass(student: nn.Module) -> float:
     """Seconds of a forward pass of the student per image, measured on a few images."""
     device = next(student.parameters()).device
     spec = geometry(student)
-    few = 4
-    images = torch.zeros(few, spec.channels, *spec.image_size, device=device)
+    count = 4
+    images = torch.zeros(count, spec.channels, *spec.image_size, device=device)
     with frozen(student):
         for _ in range(2):  # the first pass sets up
             began = time.monotonic()
             tensors_of(student(images))[0].sum().item()
-    return (time.monotonic() - began) / few
+    return (time.monotonic() - began) / count
 
 
 def write(folder: str | Path, collected: Collected) -> None:

@@ -1,8 +1,8 @@
 """Several recipes on one model, side by side: runs what is not there yet, one row after another, and measures each.
 
 A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl what it
-gave. A row with a line is not run again, but measured on folders of images that it has not been on. Several processes,
-on any machines that see it, may share one OUT: a row is leased to one of them.
+gave. A row with a line is not run again, but evaluated on folders of images where it has not been evaluated. Several
+processes, on any machines that see it, may share one OUT: each row is leased to one of them.
 """
 
 import json

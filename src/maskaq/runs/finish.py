@@ -20,7 +20,7 @@ from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
 
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:
-    """Whether a folder holds the finished model of this very run, and the one that `keep` asks for, if it is given.
+    """Whether a folder holds the finished model of exactly this run, and the one that `keep` selects, if given.
 
     RunFolderError if the folder holds another run.
     """

@@ -36,12 +36,12 @@ def work(
 ) -> int:
     """Make images of a run, beside the process that leads it and any number of others; how many shards were made.
 
-    Comes back when the run is finished. A worker may begin late, be stopped or be killed at any time.
+    Returns when the run is finished. A worker may start late, be stopped or be killed at any time.
 
     Args:
-        lease: seconds after which others make what this process has begun, when it is gone.
-        wait: seconds without work, and without a process that leads the run, after which it comes back all the same.
-        any_device: work on another kind of device, too: its images differ from the leader's in their last bits.
+        lease: seconds after which other workers take over the images of this process if it dies.
+        wait: seconds without work and without a leader after which it returns although the run is not finished.
+        any_device: also work on another kind of device, whose images differ from the leader's in their last bits.
     """
     progress = progress or Progress()
     opened = run if isinstance(run, OpenedRun) else open_run(run)
@@ -66,7 +66,7 @@ def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> No
 
 
 class _Helper:
-    """The models of a run, and the one thing they are good for here: its images."""
+    """Makes images of a run that another process leads."""
 
     def __init__(
         self,

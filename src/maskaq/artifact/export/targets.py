@@ -1,4 +1,4 @@
-"""What runtimes ask of a model's grids, said before anything is written."""
+"""What runtimes require of a model's grids, checked before anything is written."""
 
 from torch import nn
 

@@ -1,6 +1,6 @@
-"""What a weights file tells about its model: arguments of timm, an image size, classes, names that fit.
+"""What a weights file reveals about its model: arguments of timm, image size, classes, names that fit.
 
-Almost all of it is told by shapes: rows of a classifier, channels of a convolution, positions, windows.
+Almost all of it follows from shapes: rows of a classifier, channels of a convolution, positions, windows.
 """
 
 import re

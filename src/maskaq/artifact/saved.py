@@ -28,6 +28,7 @@ from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderErr
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
 from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
+from maskaq.models.names import record_of, update_record_
 from maskaq.models.structure import has_relu, put_relu_, replace_module, tensors_of
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
 from maskaq.quant.kinds import kind_of, layers
@@ -307,7 +308,7 @@ def _plain_json(value: Any, what: str) -> Any:
 
 def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """The name and arguments, given or known, that do build a deployed model; None if there are none."""
-    record: Any = getattr(deployed, "pretrained_cfg", None) or {}
+    record = record_of(deployed)
     candidates = [given, _remembered(deployed).get("timm"), getattr(deployed, "architecture", None)]
     try:
         if isinstance(deployed, HuggingFace):
@@ -377,11 +378,10 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     """Build the deployed model of a config and load its tensors."""
     with torch.random.fork_rng(devices=[]):  # building draws random weights, which are replaced
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
-    record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": model.num_classes}
-    record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
+    update_record_(model, num_classes=model.num_classes)
+    update_record_(model, **{key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION})
     if config.get("id2label"):
-        record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
-    model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
+        update_record_(model, label_names=[config["id2label"][str(i)] for i in range(config["num_labels"])])
     model = expose(model, config.get("task", "classification"))
     model = rotate_online_(rotate(model, config["quantization_config"].get("rotate", ()), blank=True), blank=True)
     if config["quantization_config"].get("mlp") == "relu":

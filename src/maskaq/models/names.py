@@ -80,6 +80,16 @@ def classifier_tags(name: str) -> list[str]:
     return [tag for tag in pretrained_tags(name) if has_classifier(f"{architecture}.{tag}")]
 
 
+def record_of(model: Any) -> Mapping[str, Any]:
+    """timm's record of a model, its `pretrained_cfg`; empty if it has none."""
+    return getattr(model, "pretrained_cfg", None) or {}
+
+
+def update_record_(model: Any, **entries: Any) -> None:
+    """Change entries of a model's record, under both of the names that timm has for it."""
+    model.pretrained_cfg = model.default_cfg = {**record_of(model), **entries}
+
+
 def embedding_width(record: Mapping[str, Any]) -> int:
     """The width of an image tower's embedding, which timm's record gives as its `num_classes`; 0 for others.
 

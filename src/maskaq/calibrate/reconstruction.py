@@ -211,11 +211,8 @@ class Reconstructor(Calibrator):
                 to.append((output.detach() + sign * 1e-3 * output.detach().std()).requires_grad_())
                 return to[0]
 
-            handle = block.register_forward_hook(move)
-            try:
+            with block.register_forward_hook(move):
                 loss = distill.logit_kl(expected, self.teacher(images), 20.0).sum()
-            finally:
-                handle.remove()
             gradients.append(torch.autograd.grad(loss, moved[0])[0])
         found = (gradients[0] - gradients[1]).abs().mean(dim=0, keepdim=True)
         return found / found.mean().clamp(min=1e-30)

@@ -85,11 +85,8 @@ class Rectifier(GradientFree):
         """What the teacher's MLP takes and gives, token by token."""
         pairs: list[tuple[Tensor, Tensor]] = []
         module = self.teacher.get_submodule(name)
-        handle = module.register_forward_hook(lambda _, inputs, output: pairs.append((inputs[0], output)))
-        try:
+        with module.register_forward_hook(lambda _, inputs, output: pairs.append((inputs[0], output))):
             for part in images.split(32):
                 self.teacher(part)
-        finally:
-            handle.remove()
         taken, given = (torch.cat([x.flatten(0, -2) for x in found]) for found in zip(*pairs, strict=True))
         return taken, given

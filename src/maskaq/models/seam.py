@@ -381,13 +381,9 @@ def _reads_class_token(model: Any, last: Layer, image: Tensor) -> bool:
         kept.append(whole.detach().requires_grad_())
         return kept[0] if isinstance(output, Tensor) else (kept[0], *output[1:])
 
-    handle = model.get_submodule(last.block).register_forward_hook(cut)
-    try:
-        with torch.enable_grad():
-            outputs = model(image)
-            (gradient,) = torch.autograd.grad(outputs.square().sum(), kept[0])
-    finally:
-        handle.remove()
+    with model.get_submodule(last.block).register_forward_hook(cut), torch.enable_grad():
+        outputs = model(image)
+        (gradient,) = torch.autograd.grad(outputs.square().sum(), kept[0])
     return not bool(gradient[:, 1:].any())
 
 

@@ -122,16 +122,16 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.artifact.export.onnx import export_float
     from maskaq.artifact.export.peers import available, make_peers
     from maskaq.cli import console as draw
-    from maskaq.cli import resolve
     from maskaq.cli.evaluation import Accuracy, evaluate, evaluation_images
     from maskaq.cli.figures import write_figures
     from maskaq.images.sets import folder_tensor, to_pixels
     from maskaq.models import geometry
     from maskaq.runs.opened import metrics, open_run
+    from maskaq.storage.runfolder import is_run
 
     console, threads = invocation.console, arguments.threads
     _check_threads(threads)
-    if len(arguments.files) != 1 or not resolve.is_run(arguments.files[0]):
+    if len(arguments.files) != 1 or not is_run(arguments.files[0]):
         raise ModelError("--peers expects one run folder: its full-precision model and images are needed")
     opened = open_run(arguments.files[0])
     plain: Any = opened.load_teacher()

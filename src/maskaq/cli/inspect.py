@@ -45,7 +45,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.artifact.export import SUFFIXES  # they bring torch and timm
     from maskaq.artifact.saved import is_pretrained
     from maskaq.cli.console import preparation
-    from maskaq.cli.resolve import is_run
+    from maskaq.storage.runfolder import is_run
 
     name = arguments.model.model
     console = invocation.console
@@ -108,9 +108,10 @@ def _of_quantized(arguments: Arguments) -> _Inspected:
     from maskaq.cli.evaluation import calibrated_on
     from maskaq.models import geometry
     from maskaq.quant.inspection import inspect_deployed
+    from maskaq.storage.runfolder import is_run
 
     name = arguments.model.model
-    _refuse_options(arguments, "a run" if resolve.is_run(name) else "a saved model")
+    _refuse_options(arguments, "a run" if is_run(name) else "a saved model")
     model: Any = resolve.quantized_model(arguments.model)
     title = f"{name}{calibrated_on(caveat_of(model.maskaq_config))}"
     return _Inspected(inspect_deployed(model), geometry(model), title)

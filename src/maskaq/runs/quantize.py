@@ -42,7 +42,7 @@ from maskaq.runs.rounds import PATIENCE, fit, restore
 from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, Worker, check_shared
-from maskaq.storage.runfolder import RunFolder
+from maskaq.storage.runfolder import RunFolder, is_run
 
 __all__ = ["Result", "noise", "quantize"]
 
@@ -263,7 +263,7 @@ def _trained(model: nn.Module) -> nn.Module:
 
 def check_folder(recipe: Recipe, out: str | Path) -> None:
     """DataError for a folder of images that a new run cannot use: before anything is written."""
-    if not recipe.data_free and not Path(out, "run.json").exists():
+    if not recipe.data_free and not is_run(out):
         image_files(recipe.synthesis.folder, recipe.synthesis.images)
 
 

@@ -18,7 +18,7 @@ from maskaq.runs.provenance import check_alike, pick_device, surroundings
 from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, check_shared
-from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard, is_run
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -59,9 +59,9 @@ def work(
 def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> None:
     """Wait until a run has begun, at most so long: a worker may be started before the process that leads it."""
     until = time.monotonic() + seconds
-    if not Path(run, "run.json").exists():
+    if not is_run(run):
         tell(f"waiting for {run} to begin")
-    while not Path(run, "run.json").exists() and time.monotonic() < until:
+    while not is_run(run) and time.monotonic() < until:
         time.sleep(min(SECONDS_BETWEEN_LOOKS, max(0.0, until - time.monotonic())))
 
 

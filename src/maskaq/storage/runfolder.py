@@ -75,6 +75,11 @@ _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
 
 
+def is_run(folder: str | Path) -> bool:
+    """Whether a run has begun in a folder; `RunFolder.read` checks that it is sound."""
+    return os.path.exists(os.path.join(folder, "run.json"))
+
+
 Update = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 """Brings the identity of a run of an earlier version up to date, so that it compares with the one asked for."""
 
@@ -331,7 +336,7 @@ class RunFolder:
             patience: seconds to wait for the run to begin, or for this machine to see that it has.
         """
         until = time.monotonic() + patience
-        while not Path(path, "run.json").exists() and time.monotonic() < until:
+        while not is_run(path) and time.monotonic() < until:
             time.sleep(min(1.0, patience))
         run = cls.read(path)
         _check_format(run.root, {"format": run.format})

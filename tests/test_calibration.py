@@ -15,12 +15,12 @@ from maskaq.engine import Engine
 from maskaq.errors import CalibrationError, MaskaqError, RecipeError
 from maskaq.images.sets import SyntheticSet
 from maskaq.images.stored import state_digest
-from maskaq.images.synthesis import cosine
 from maskaq.losses import terms
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, TermSpec, calibration_term
 from maskaq.quant.quantizers import LSQ
 from maskaq.quant.twin import quantizers
 from maskaq.runs.quantize import quantize
+from maskaq.schedules import cosine
 from maskaq.storage.runfolder import RunFolder
 
 PLAIN = [f"calibration.augment.{k}=0" for k in ("flip", "jitter_prob", "grey", "blur")]

@@ -644,6 +644,20 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(target, format, 
     assert sorted(x.name for x in tmp_path.iterdir()) == ["file.txt", "folder.onnx"]
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"format": "tflite"}, "format 'tflite'"),
+        ({"format": "onnx", "target": "gpu"}, "target 'gpu'"),
+        ({"format": "openvino", "precision": "f16"}, "precision 'f16'"),
+    ],
+)
+def test_an_unknown_format_target_or_precision_is_refused_before_the_work(options, named, tmp_path):
+    with pytest.raises(ExportError, match=named):
+        export(None, tmp_path / "model.onnx", images=None, **options)
+    assert not list(tmp_path.iterdir())
+
+
 @needs_onnx
 def test_speeds_of_two_models_are_not_compared(vit, tmp_path, capsys):
     one, other = tmp_path / "one.onnx", tmp_path / "other.onnx"

@@ -182,7 +182,7 @@ def test_an_mlp_has_the_plain_output_and_gradients(build, monkeypatch):
 def test_values_that_are_left_in_float_take_the_plain_path():
     mlp = rotated_mlps(tiny_vit)[0]
     for drop in (0.5, 1.0):
-        mlp.fc2.input_quantizer.drop, mlp.fc2.input_quantizer.lots = drop, torch.zeros(1, dtype=torch.int64)
+        mlp.fc2.input_quantizer.drop, mlp.fc2.input_quantizer.drop_key = drop, torch.zeros(1, dtype=torch.int64)
         x = torch.ones(2, 3, mlp.fc1.in_features)
         assert torch.equal(fast._fused_mlp(mlp, x), type(mlp).forward(mlp, x))
 

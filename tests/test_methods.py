@@ -35,7 +35,7 @@ from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.ranges import RANGES, affine
-from maskaq.quant.twin import in_float, init_ranges_
+from maskaq.quant.twin import float_inputs, in_float, init_ranges_
 from maskaq.randomness import image_keys
 from maskaq.recipe.schema import load_recipe, shipped_recipes
 from maskaq.runs.quantize import noise, quantize
@@ -301,6 +301,20 @@ def test_reparametrizing_leaves_the_float_model_alone_and_gives_each_channel_its
     assert layer.input_quantizer.scale.numel() == 1
 
 
+@pytest.mark.parametrize("rules", ["[]", '[{match = "*.reduction.weight", bits = "float"}]'])
+def test_reparametrizing_a_layer_without_a_bias_finds_its_input_range_as_the_recipe_says_for_activations(rules):
+    rule = f"quantization.rule={rules}"
+    teacher, student, images, recipe = student_of(tiny_swin, *STATIC, "quantization.weight_range=mse", rule)
+    Reparametrizer(teacher, student, recipe).fit(images, 0)
+    names = [name for name, _ in student.named_modules() if name.endswith("reduction")]
+    for name, (inputs,) in float_inputs(student, images, names).items():
+        assert student.get_submodule(name).bias is None
+        low, high = RANGES["minmax"](inputs.reshape(1, -1), 4, False, 1.0)
+        found = student.get_submodule(name).input_quantizer.scale
+        torch.testing.assert_close(found, affine(low, high, 4)[0], rtol=1e-4, atol=0)
+    assert names
+
+
 @pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_mlps_with_relu_learn_what_the_models_own_give(build):
     more = ("quantization.mlp=relu", "calibration.stages=relu", "calibration.relu.lr=0.01", "calibration.relu.steps=60")
@@ -447,7 +461,7 @@ def test_dropped_values_are_the_float_ones_and_as_many_as_asked():
     assert isinstance(quantizer, Quantizer)
     x = torch.randn(4000)
     plain = quantizer(x).detach()
-    quantizer.drop, quantizer.lots = 0.25, image_keys(0, torch.arange(1))
+    quantizer.drop, quantizer.drop_key = 0.25, image_keys(0, torch.arange(1))
     mixed = quantizer(x).detach()
     kept = mixed == x
     assert torch.equal(mixed[~kept], plain[~kept]) and 0.2 < kept.float().mean() < 0.3

@@ -7,7 +7,7 @@ import torch
 
 from maskaq.errors import DataError, DependencyError
 from maskaq.tasks import metrics
-from maskaq.tasks.metrics import Confusion, Instances, average_precision
+from maskaq.tasks.metrics import Confusion, Instances
 
 
 def maps(n, classes, size=(12, 9), seed=0):
@@ -137,7 +137,10 @@ def random_images(n, classes=3, seed=0):
 
 
 def precision(detections, truths, of="boxes", classes=3):
-    return average_precision(detections, truths, [SIZE] * len(truths), classes, of)
+    instances = Instances(classes)
+    for found, truth in zip(detections, truths, strict=True):
+        instances.add(found, truth, SIZE)
+    return instances.precision(of)
 
 
 @detection

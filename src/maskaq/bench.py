@@ -1,6 +1,6 @@
 """Benchmark synthesis and calibration: microseconds per image and step, set-up time, memory, and a lower bound.
 
-Random weights and images serve: the arithmetic does not depend on them.
+It uses random weights and images: timings do not depend on their values.
 """
 
 import statistics
@@ -44,13 +44,13 @@ class Timing:
     fastest: float
     slowest: float
     setup_seconds: float
-    """What the first steps took beyond their later time: compilation, capture."""
+    """Extra time of the first steps: compilation and capture."""
     megabytes_per_image: float | None
     """Peak GPU memory, weights and set-up included; not known on CPU."""
     gigaflop: float
-    """Per image (synthesis: and step), counted on the plain version."""
+    """Per image (synthesis: and step), counted on the reference engine."""
     floor_microseconds: float
-    """The counted operations at the rate of a large matrix product here, measured."""
+    """Time of these operations at the measured rate of a large matrix product on this device."""
 
     @property
     def share_of_floor(self) -> float:
@@ -109,7 +109,7 @@ def _shaped(recipe: Recipe, batch: int, steps: int) -> Recipe:
     return replace(
         recipe,
         synthesis=replace(recipe.synthesis, batch=batch, steps=steps),
-        # A run measures its pace once; each repeat of a bench would.
+        # With pace = "error" every repeat would measure the student's error again; a run does so once.
         calibration=replace(recipe.calibration, batch=batch, pace="fixed"),
     )
 

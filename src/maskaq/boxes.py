@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 ROI_UNITS = (0.1, 0.2)
-"""The box deltas of RoI heads are in these units, of the centre and of the size; those of proposals in plain ones."""
+"""Units of the box deltas of RoI heads, for the centre and for the size; those of proposals are 1."""
 
-_LEAST_SIDE = 1e-3  # of a box that others are measured by, in pixels
+_LEAST_SIDE = 1e-3  # pixels; of the box that deltas are relative to
 _LARGEST_RATIO = math.log(1000 / 16)  # of a box to the box it is decoded from
 
 
@@ -22,7 +22,7 @@ def decoded(boxes: Tensor, deltas: Tensor, units: tuple[float, float] = (1, 1)) 
 
 
 def encoded(boxes: Tensor, wanted: Tensor, units: tuple[float, float] = (1, 1)) -> Tensor:
-    """(..., 4): the deltas that `decoded` would make the wanted boxes from; of empty boxes they are finite at least."""
+    """(..., 4): the deltas from which `decoded` computes the wanted boxes; finite for empty boxes too."""
     (centre, side), (to_centre, to_side) = centre_and_side(boxes), centre_and_side(wanted)
     side, to_side = side.clamp(min=_LEAST_SIDE), to_side.clamp(min=_LEAST_SIDE)
     return torch.cat([(to_centre - centre) / side / units[0], (to_side / side).log() / units[1]], dim=-1)

@@ -38,7 +38,7 @@ class BusyError(RunFolderError):
 
 
 class PretrainedError(MaskaqError):
-    """A saved model is missing, damaged, changed, or of a format that is not ours."""
+    """A saved model is missing, damaged, changed, or in an unknown format."""
 
 
 class SynthesisError(MaskaqError):
@@ -50,15 +50,15 @@ class CalibrationError(MaskaqError):
 
 
 class DeviceError(MaskaqError):
-    """The asked device is not there."""
+    """The requested device is not available."""
 
 
 class RankError(MaskaqError):
-    """Of several processes that calibrate together, another one is gone."""
+    """Another one of the processes that calibrate together has ended."""
 
 
 class ExportError(MaskaqError):
-    """A model cannot be written in the asked format, packages for it are missing, or the file computes otherwise."""
+    """A model cannot be exported: the format or a package is missing, or the file's outputs differ from the model's."""
 
 
 class DependencyError(MaskaqError):
@@ -72,8 +72,8 @@ class RangeError(MaskaqError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """The message for an unknown name, with the closest known one."""
     known = sorted(known)
-    near = get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    close = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}"
 
 
@@ -101,7 +101,7 @@ def unwritable(file: str | Path) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message without its full stop and not too long; its class name if it has none."""
+    """The first line of an error's message, shortened and without its full stop; the class name if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text.rstrip(".") if len(text) <= 240 else text[:240] + " ..."

@@ -1,7 +1,7 @@
 """Processes that calibrate one student together: the ranks of a torch.distributed group, as torchrun starts them.
 
-One of them leads: it owns the run folder and does what only one can do. `ALONE` is the group of a single process, so
-that nothing else has to ask whether there are others.
+One of them is the leader: it owns the run folder and does the work that cannot be shared. `ALONE` is a group of one
+process, so that callers need no special case.
 """
 
 import os
@@ -18,7 +18,7 @@ from maskaq.torchrun import are_started
 
 _Value = TypeVar("_Value")
 
-_PATIENCE = timedelta(days=1)  # others wait for what the leader does alone; who died is noticed at once
+_PATIENCE = timedelta(days=1)  # for work that the leader does alone; a process that dies is noticed at once
 
 
 class Ranks:
@@ -34,25 +34,25 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> range:
-        """The places of a batch of so many images that are this rank's."""
+        """The places that this rank takes of a batch of `count` images."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks."""
 
     def agreed(self, value: _Value) -> _Value:
-        """The leader's value, which may be anything that can be pickled; until the leader has it, others sleep."""
+        """The leader's value on every rank; anything that can be pickled. The others sleep until the leader has it."""
         return value
 
     def wait(self) -> None:
-        """Until all are here."""
+        """A barrier: returns when all ranks have called it."""
 
     def follow(self, module: nn.Module) -> None:
         """Give the module the leader's parameters and buffers."""
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        """A block that others begin when the leader is through."""
+        """Context that the other ranks enter when the leader has left it."""
         yield
 
 
@@ -72,28 +72,28 @@ class ProcessGroup(Ranks):
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        with _told(self.rank):
+        with _as_rank_error(self.rank):
             self.dist.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in tensors])
         torch._foreach_copy_(list(tensors), [part.view_as(x) for part, x in zip(parts, tensors, strict=True)])
 
     def agreed(self, value: _Value) -> _Value:
         box = [value if self.leads else None]
-        with _told(self.rank):
+        with _as_rank_error(self.rank):
             self.dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]  # type: ignore[return-value]
 
     def wait(self) -> None:
-        with _told(self.rank):
+        with _as_rank_error(self.rank):
             self.dist.all_reduce(torch.zeros(1))  # on the CPU, where a wait is a sleep
 
     def follow(self, module: nn.Module) -> None:
         state = module.state_dict()
-        with _told(self.rank), torch.no_grad():
+        with _as_rank_error(self.rank), torch.no_grad():
             for value in state.values():
                 self.dist.broadcast(value, src=0)
         if not self.leads:
-            module.load_state_dict(state)  # for what it notes: which ranges are set
+            module.load_state_dict(state)  # quantizers note there that their ranges are set
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
@@ -105,8 +105,8 @@ class ProcessGroup(Ranks):
 
 
 @contextmanager
-def _told(rank: int) -> Iterator[None]:
-    """RankError where torch reports, in its own words, that another process is gone."""
+def _as_rank_error(rank: int) -> Iterator[None]:
+    """Context that turns torch's error for a process that has ended into a RankError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -116,7 +116,7 @@ def _told(rank: int) -> Iterator[None]:
 
 
 def local_device() -> str | None:
-    """The GPU of this process among those of its machine; None if it is alone, or there is none."""
+    """The GPU of this process, one of those of its machine; None without torchrun or without a GPU."""
     if not are_started() or not torch.cuda.is_available():
         return None
     return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
@@ -124,7 +124,7 @@ def local_device() -> str | None:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
-    """The group of this process; ended with the block, unless it was there before."""
+    """Context with the group of this process; destroyed afterwards, unless the caller had initialised it."""
     if not are_started():
         yield ALONE
         return
@@ -136,7 +136,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     one_each = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-    with _told(int(os.environ["RANK"])):  # NCCL takes a GPU for each rank; gloo sums on the CPU whatever there is
+    with _as_rank_error(int(os.environ["RANK"])):  # NCCL needs a GPU for each rank; gloo sums on the CPU
         dist.init_process_group("cpu:gloo,cuda:nccl" if one_each else "gloo", timeout=_PATIENCE)
     try:
         yield ProcessGroup()

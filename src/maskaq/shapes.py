@@ -46,8 +46,8 @@ class Layer:
     def patch_heads(self, heads: Tensor) -> Tensor:
         """(B*W, H, T, D) attention-head outputs -> (B, H, N, D), patches only.
 
-        Who compares them patch by patch need not know where a patch lies: they stay where they are in memory, window
-        by window, but in raster order where padding has to be taken out.
+        In the order in which they lie in memory, window by window, since comparing patch with patch needs no positions;
+        in raster order only if padding has to be removed.
         """
         patches = self.window_patches(heads).transpose(1, 2).flatten(2, 3)
         is_padded = patches.shape[2] > self.grid[0] * self.grid[1]
@@ -59,13 +59,13 @@ class Layer:
         return self._to_raster(patches.flatten(1, 2))
 
     def window_patches(self, tokens: Tensor) -> Tensor:
-        """(B*W, H, T, ...) -> (B, W, H, Q, ...), patches only: something of each token, left in its window."""
+        """(B*W, H, T, ...) -> (B, W, H, Q, ...): the values of patches alone, window by window."""
         return tokens[:, :, self.prefix_tokens :].unflatten(0, (-1, self.windows))
 
     def window_positions(self, tokens: int, device: torch.device) -> Tensor:
-        """(W, Q, 2): row and column of each patch's centre on the image, in [0, 1], left in its window of Q tokens.
+        """(W, Q, 2): row and column of each patch's centre on the image, in [0, 1], by windows of Q tokens.
 
-        What a window has beyond the image's edge is far away from everything on it.
+        Padding beyond the image's edge gets positions far away from it.
         """
         rows, columns = ((torch.arange(n, device=device) + 0.5) / n for n in self.grid)
         centres = torch.cartesian_prod(rows, columns)  # (N, 2), in raster order
@@ -74,7 +74,7 @@ class Layer:
         return centres.unflatten(0, (self.windows, -1))
 
     def in_windows(self, patches: Tensor, tokens: int) -> Tensor:
-        """(B, N) of each raster patch -> (B, W, Q), in its window of Q tokens; 0 beyond the image's edge."""
+        """(B, N) in raster order -> (B, W, Q), by windows of Q tokens; 0 for padding beyond the image's edge."""
         if self.raster is not None:
             patches = patches.new_zeros(len(patches), self.windows * tokens).index_copy(1, self.raster, patches)
         return patches.unflatten(1, (self.windows, tokens))
@@ -85,7 +85,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything the method needs to know of a model besides calling it."""
+    """What the method needs to know about a model."""
 
     layers: tuple[Layer, ...]
     """Attention over patches of the image."""
@@ -104,7 +104,7 @@ class Geometry:
     blocks: tuple[str, ...] = ()
     """Module paths of the blocks with attention."""
     left_out: tuple[str, ...] = ()
-    """Attention that is no layer of the losses, and why."""
+    """Attention layers that the losses do not use, and why."""
     backbone: str = ""
     """Module path of the part that `quantization.scope = backbone` quantizes; empty: all but the `last` layers."""
 
@@ -117,7 +117,7 @@ class Geometry:
         return replace(self, layers=tuple(moved))
 
     def patch_attention(self, received: Sequence[Tensor]) -> list[Tensor]:
-        """What the tokens of each layer receive -> (B, N), layer by layer: the attention of each patch."""
+        """Attention received by the tokens of each layer -> (B, N) attention to each patch, layer by layer."""
         return [layer.patch_attention(rows.float()) for layer, rows in zip(self.layers, received, strict=True)]
 
     def normalise(self, pixels: Tensor) -> Tensor:

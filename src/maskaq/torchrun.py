@@ -1,4 +1,4 @@
-"""What torchrun tells its processes, through the environment. Needs no torch, so that commands start quickly."""
+"""The environment variables that torchrun sets. Needs no torch, so that commands start quickly."""
 
 import os
 
@@ -9,10 +9,10 @@ def are_started() -> bool:
 
 
 def rank() -> int:
-    """Its number among them; 0 leads, and speaks for all."""
+    """The number of this process; 0, the leader, without torchrun. Only the leader prints."""
     return int(os.environ["RANK"]) if are_started() else 0
 
 
 def is_leader() -> bool:
-    """Whether this process leads; asks before there is a group."""
+    """Whether this process is the leader; known before the process group exists."""
     return rank() == 0

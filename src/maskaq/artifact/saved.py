@@ -24,13 +24,14 @@ from torch import Tensor, nn
 import maskaq
 from maskaq import zoo
 from maskaq.artifact import hub
-from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError
+from maskaq.errors import MaskaqError, ModelError, PretrainedError, RunFolderError, first_line
 from maskaq.models import class_names, data_config, expose, geometry
 from maskaq.models.hf import HuggingFace
 from maskaq.models.load import architecture_of, architecture_of_state, load_shape, rebuild
-from maskaq.models.structure import has_relu, put_relu_, tensors_of
+from maskaq.models.names import record_of, update_record_
+from maskaq.models.structure import has_relu, put_relu_, replace_module, tensors_of
 from maskaq.quant.deployed import CodedWeight, FixedGrid, FloatWeight, LogGrid
-from maskaq.quant.kinds import kind_of, layers, replace_module
+from maskaq.quant.kinds import kind_of, layers
 from maskaq.quant.packing import WIDTHS, pack, packed_bytes, unpack
 from maskaq.quant.plan import QuantPlan, plan_of
 from maskaq.quant.rotation import rotate, rotate_online_, rotated
@@ -102,9 +103,8 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
     except MaskaqError as error:
         raise PretrainedError(f"{root} cannot be loaded: {error}") from error
     except Exception as error:  # a config that a program wrote can be wrong in more ways than can be listed
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise PretrainedError(
-            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({reason})"
+            f"{root} cannot be loaded: {CONFIG} does not describe a maskaq model ({first_line(error)})"
         ) from error
 
 
@@ -308,7 +308,7 @@ def _plain_json(value: Any, what: str) -> Any:
 
 def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """The name and arguments, given or known, that do build a deployed model; None if there are none."""
-    record: Any = getattr(deployed, "pretrained_cfg", None) or {}
+    record = record_of(deployed)
     candidates = [given, _remembered(deployed).get("timm"), getattr(deployed, "architecture", None)]
     try:
         if isinstance(deployed, HuggingFace):
@@ -378,11 +378,10 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     """Build the deployed model of a config and load its tensors."""
     with torch.random.fork_rng(devices=[]):  # building draws random weights, which are replaced
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
-    record = {**(getattr(model, "pretrained_cfg", None) or {}), "num_classes": model.num_classes}
-    record |= {key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION}
+    update_record_(model, num_classes=model.num_classes)
+    update_record_(model, **{key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION})
     if config.get("id2label"):
-        record["label_names"] = [config["id2label"][str(i)] for i in range(config["num_labels"])]
-    model.pretrained_cfg = model.default_cfg = record  # type: ignore[assignment]
+        update_record_(model, label_names=[config["id2label"][str(i)] for i in range(config["num_labels"])])
     model = expose(model, config.get("task", "classification"))
     model = rotate_online_(rotate(model, config["quantization_config"].get("rotate", ()), blank=True), blank=True)
     if config["quantization_config"].get("mlp") == "relu":

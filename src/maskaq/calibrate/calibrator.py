@@ -17,7 +17,6 @@ from maskaq.errors import CalibrationError
 from maskaq.images import masks
 from maskaq.images.augment import REACH, mix, simclr
 from maskaq.images.sets import SyntheticSet, to_pixels
-from maskaq.images.synthesis import cosine
 from maskaq.losses.distill import mean_relative_error
 from maskaq.losses.terms import CALIBRATION_TERMS, CalibrationView, Objective, possible
 from maskaq.models import geometry
@@ -27,6 +26,7 @@ from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.twin import quantizers
 from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe
+from maskaq.schedules import cosine
 from maskaq.tasks import task_of
 
 
@@ -66,7 +66,7 @@ class Calibrator:
         self.micro_batch = self.config.batch
         self._buffers: dict[int, BatchBuffers] = {}
         self._data: SyntheticSet | None = None
-        self._data_near: SyntheticSet
+        self._data_on_device: SyntheticSet
         self._looked = -math.inf  # when the loss was last read back
         self._labels: Tensor | None = None  # of the images of a step
         self._shares: Tensor | None = None
@@ -77,7 +77,7 @@ class Calibrator:
         Order and views depend on the epoch's number alone, not on what ran before: a resumed run repeats nothing and
         skips nothing. The first epoch sets the pace, where the recipe asks for one.
         """
-        data = self._near(data)
+        data = self._on_device(data)
         self._begin(data, epoch)
         batches = randomness.permutation(self.seed, epoch, len(data)).to(data.labels.device).split(self.config.batch)
         sums: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ class Calibrator:
                     self._looked = time.monotonic()
                     if not math.isfinite(loss):
                         what = f"the calibration loss became {loss} in epoch {epoch}, step {step}"
-                        blamed = self.objective.blame(_first_ill(unseen))
+                        blamed = self.objective.blame(_first_non_finite(unseen))
                         raise CalibrationError(f"{what}; {blamed}") if blamed else self.diverged(what)
                     unseen.clear()
                     metrics["loss"] = loss
@@ -138,13 +138,13 @@ class Calibrator:
             group["lr"] = torch.tensor(group["lr"], device=self.device)
 
     def _begin(self, data: SyntheticSet, epoch: int) -> None:
-        """What some epochs begin with."""
+        """Called before the steps of every epoch: the first one sets the pace."""
         if epoch == self.epochs.start and self.config.pace == "error":
             self._set_pace(self.ranks.agreed(self.start_error(data)))
 
     @contextmanager
     def _running(self, epoch: int) -> Iterator[None]:
-        """Around the steps of an epoch: what is observed."""
+        """Context for the steps of an epoch: taps on both models."""
         with (
             taps(self.teacher, *self.points) as self.seen,  # type: ignore[arg-type]
             taps(self.student, *self.points) as self.seen_student,  # type: ignore[arg-type]
@@ -152,26 +152,26 @@ class Calibrator:
             yield
 
     def _end(self, epoch: int) -> None:
-        """What some epochs end with."""
+        """Called after the steps of every epoch."""
 
     def _rate(self) -> str:
-        """The setting that a student which diverges is blamed on."""
+        """The setting to lower if the student diverges, for the error message."""
         return f"calibration.lr (now {self.config.lr})"
 
-    def _near(self, data: SyntheticSet) -> SyntheticSet:
+    def _on_device(self, data: SyntheticSet) -> SyntheticSet:
         """The images on the device, if they fit; the same set is used for many epochs."""
         if self._data is not data:
             bytes_needed = data.images.numel()
             fits = self.device.type != "cuda" or bytes_needed < torch.cuda.mem_get_info(self.device)[0] // 4
             self._data = data
-            self._data_near = data.to(self.device) if fits else data
-        return self._data_near
+            self._data_on_device = data.to(self.device) if fits else data
+        return self._data_on_device
 
     def _step(self, data: SyntheticSet, chosen: Tensor, epoch: int) -> dict[str, Tensor]:
         """One optimiser step; the mean of each loss term. Of several ranks, each takes its part of the batch."""
         share = Share.of(self.ranks, len(chosen))
         batch = data[share.rows(chosen)]
-        with self.engine.once() if len(chosen) != self.config.batch else nullcontext():  # the rest of an epoch
+        with self.engine.once() if len(chosen) != self.config.batch else nullcontext():  # the last batch of an epoch
             while True:
                 buffers = self._buffers.get(len(chosen)) or self._new_buffers(batch, share)
                 buffers.fill(batch, epoch)
@@ -327,7 +327,7 @@ def ranges_and_others(modules: list[nn.Module]) -> tuple[list[nn.Parameter], lis
     return ranges, [p for module in modules for p in module.parameters() if id(p) not in known]
 
 
-def _first_ill(sums: list[dict[str, Tensor]]) -> list[str]:
+def _first_non_finite(sums: list[dict[str, Tensor]]) -> list[str]:
     """Names of the loss terms that became non-finite first, from their sums after each step."""
     for step in sums:
         if non_finite := [name for name, value in step.items() if name != "loss" and not torch.isfinite(value)]:

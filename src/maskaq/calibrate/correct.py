@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskaq.calibrate.stage import GradientFree
-from maskaq.models import family_of
+from maskaq.models import streams_of
 from maskaq.models.taps import taps
 from maskaq.quant.twin import frozen
 
@@ -22,8 +22,7 @@ class Corrector(GradientFree):
 
     @torch.no_grad()
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
-        family = family_of(self.teacher)
-        streams = "which layers write to its streams is not known" if family is None else family.streams(self.teacher)
+        streams = streams_of(self.teacher)
         if isinstance(streams, str):
             self.progress.note(f"activations not corrected: {streams}")
             return {"blocks": 0.0}

@@ -1,8 +1,8 @@
 """Weight scales by evolution, block by block, without gradients (CLAMP-ViT's second stage, on Evol-Q's scheme).
 
-A candidate is the scales of a block's weights. Children are mutated copies of the best of a few, and replace the worst.
-What survives has the least loss on the images: contrast between each patch of Q and P's patches around it in the
-block's output, plus the mean absolute difference of the outputs. Evol-Q itself keeps the best by validation accuracy.
+A candidate is the scales of a block's weights. The best of some candidates has a mutated child, which replaces the
+worst of all. Candidates are ranked by their loss on the images: contrast between each patch of Q and P's patches around
+it in the block's output, plus the mean absolute difference of the outputs. Evol-Q ranks them by validation accuracy.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from maskaq.calibrate.stage import GradientFree
 from maskaq.errors import RecipeError
 from maskaq.losses.distill import neighbour_contrast
 from maskaq.models.taps import taps
+from maskaq.quant.evolution import evolved
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import MinMax, Quantizer
 
@@ -54,23 +55,21 @@ class Evolver(GradientFree):
 
         first = [start, *(self._mutated(start, randomness.fold(root, n)) for n in range(1, self.own.population))]
         population = [judged(scales) for scales in first]
-        for cycle in range(self.own.cycles):
-            key = randomness.fold(root, f"cycle {cycle}")
-            lots = randomness.uniform(key, len(population))[0].argsort(stable=True)[: self.own.tournament]
-            _, parent = min((population[n] for n in lots.tolist()), key=lambda found: found[0])
-            child = judged(self._mutated(parent, key))
-            worst = max(range(len(population)), key=lambda n: population[n][0])
-            if child[0] < population[worst][0]:
-                population[worst] = child
-        best = min(population, key=lambda found: found[0])
-        return judged(best[1])[0]
+        _, best = evolved(
+            population,
+            root,
+            self.own.cycles,
+            self.own.tournament,
+            lambda parent, key: judged(self._mutated(parent, key)),
+        )
+        return judged(best)[0]
 
     def _mutated(self, scales: Scales, key: Tensor) -> Scales:
         """Each scale moved by up to the spread; never below a thousandth of it, so that it stays a step."""
         found = []
         for n, scale in enumerate(scales):
-            lots = randomness.uniform(randomness.fold(key, n), len(scale))[0].to(scale.device) * 2 - 1
-            found.append((scale + self.own.spread * lots).abs().clamp(min=1e-3 * self.own.spread + 1e-12))
+            change = randomness.uniform(randomness.fold(key, n), len(scale))[0].to(scale.device) * 2 - 1
+            found.append((scale + self.own.spread * change).abs().clamp(min=1e-3 * self.own.spread + 1e-12))
         return found
 
     def _loss(self, images: Tensor, place: int) -> float:

@@ -1,4 +1,4 @@
-"""Not measurably worse than the start: which student a run hands over, the calibrated one or the one it began as.
+"""Decide which student a run saves: the calibrated one, unless it is measurably worse than before calibration.
 
 A recipe that does not fit a model can make it worse. So both are compared with the teacher on images that calibration
 did not see. They are dead leaves, which cost nothing to make, and show a model edges, textures and colours.
@@ -27,9 +27,9 @@ KEEP = ("better", "last")
 """What a run hands over: the better of both, or the student of the last epoch whatever the comparison says."""
 
 WHICH = {
-    "start": "So the model is handed over as it was before calibration; the same command with --keep last (in Python "
-    "keep='last') hands over the calibrated one",
-    "end": "It is handed over all the same, as was asked for",
+    "start": "So the model from before calibration is saved; the same command with --keep last (in Python keep='last') "
+    "saves the calibrated one",
+    "end": "It is saved all the same, as --keep last asks",
 }
 """Messages for a student that calibration made worse."""
 
@@ -75,7 +75,7 @@ def is_kept(recorded: Any, keep: str | None) -> bool:
         or misfit(recorded, form)
         or None in (recorded["start"], recorded["end"], recorded["noise"])
     ):
-        return True  # it tells nothing that could be compared
+        return True  # nothing that could be compared is recorded
     if keep == "last":
         return bool(recorded["kept"] != "start")
     return (
@@ -150,5 +150,5 @@ def _distances(
 
 
 def _batch(images: Tensor) -> int:
-    """Fewer of large images."""
+    """Images at once: fewer if they are large."""
     return max(1, _BATCH * 224**2 // max(224**2, math.prod(images.shape[2:])))

@@ -12,9 +12,9 @@ from maskaq.images.sets import SyntheticSet
 
 
 class Interleaver(Calibrator):
-    """The stage that does so. Its generator begins anew; the images of the run have only set the first ranges.
+    """The stage that trains both. Its generator starts anew: the images of the run only set the first ranges.
 
-    In the first epochs the student stands still and the generator learns alone.
+    In the first epochs only the generator is trained.
     """
 
     name = "interleave"

@@ -18,17 +18,17 @@ from maskaq.calibrate.calibrator import BatchBuffers, Calibrator, ranges_and_oth
 from maskaq.calibrate.evolve import refuse_following_weights
 from maskaq.errors import RecipeError
 from maskaq.images.sets import SyntheticSet
-from maskaq.images.synthesis import cosine
 from maskaq.losses import distill
 from maskaq.models import geometry, parts
+from maskaq.models.structure import replace_module
 from maskaq.models.taps import Taps, taps
-from maskaq.quant.kinds import replace_module
 from maskaq.quant.layers import QuantWeightMixin
 from maskaq.quant.quantizers import Quantizer
+from maskaq.schedules import cosine
 
 
 class Reconstructor(Calibrator):
-    """The stage that fits one block at a time, front to back. Takes batches and views as the end-to-end stage does."""
+    """The stage that fits one block at a time, front to back, with the batches and views of the end-to-end stage."""
 
     name = "reconstruct"
 
@@ -36,7 +36,7 @@ class Reconstructor(Calibrator):
         self.units, self.tail = units(teacher)
         self.unit = 0
         self.roundings: list[Rounding] = []
-        self._lots = self._draws = torch.zeros(0, dtype=torch.int64)
+        self._drop_keys = self._step_keys = torch.zeros(0, dtype=torch.int64)
         self.own = recipe.calibration.reconstruct
         # Ranks sum the gradients of the student's own parameters, and would draw and weigh values differently.
         self.parallel = self.own.rounding == "straight" and not self.own.drop and self.own.error != "hessian"
@@ -72,7 +72,7 @@ class Reconstructor(Calibrator):
         super().load_state_dict(state)
 
     def epochs_of(self, unit: int) -> range:
-        """The epochs are shared evenly."""
+        """The epochs of one unit; all units have about as many."""
         ends = (-(-len(self.epochs) * n // len(self.units)) for n in (unit, unit + 1))
         return range(*(self.epochs.start + end for end in ends))
 
@@ -104,7 +104,7 @@ class Reconstructor(Calibrator):
 
     @contextmanager
     def _running(self, epoch: int) -> Iterator[None]:
-        """The student with the teacher's parts behind the unit, of which only the unit is trained."""
+        """The student, followed by the teacher's parts behind the unit; only the unit is trained."""
         points = ("blocks", "class_features")
         with (
             self._alone(),
@@ -140,23 +140,23 @@ class Reconstructor(Calibrator):
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Values of the unit's activations are left in float at random (QDrop); others at each step."""
+        """Context in which random values of the unit's activations stay in float (QDrop), drawn anew at each step."""
         inside = [self.student.get_submodule(name) for name in self.units[self.unit]] if self.own.drop else []
         found = [
             m for part in inside for m in part.modules() if isinstance(m, Quantizer) and m.site.role == "activation"
         ]
         numbers = torch.arange(len(found), device=self.device)
-        self._lots = randomness.image_keys(self.seed, numbers)
-        if len(self._draws) != len(found):
-            self._draws = self._lots.clone()
-        self._draws.copy_(self._lots)  # in its place, where a replayed step reads it
+        self._drop_keys = randomness.image_keys(self.seed, numbers)
+        if len(self._step_keys) != len(found):
+            self._step_keys = self._drop_keys.clone()
+        self._step_keys.copy_(self._drop_keys)  # in place: a replayed step reads this tensor
         try:
-            for quantizer, lots in zip(found, self._draws.split(1) if found else (), strict=True):
-                quantizer.drop, quantizer.lots = self.own.drop, lots
+            for quantizer, key in zip(found, self._step_keys.split(1) if found else (), strict=True):
+                quantizer.drop, quantizer.drop_key = self.own.drop, key
             yield
         finally:
             for quantizer in found:
-                quantizer.drop, quantizer.lots = 0.0, None
+                quantizer.drop, quantizer.drop_key = 0.0, None
 
     def _losses(self, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         feature, block = self._errors(images)
@@ -214,11 +214,8 @@ class Reconstructor(Calibrator):
                 to.append((x + sign * 1e-3 * x.std() * self._signs(x)).requires_grad_())
                 return to[0]
 
-            handle = block.register_forward_hook(move)
-            try:
+            with block.register_forward_hook(move):
                 loss = distill.logit_kl(expected, self.teacher(images), 20.0).sum()
-            finally:
-                handle.remove()
             gradients.append(torch.autograd.grad(loss, moved[0])[0])
         found = (gradients[0] - gradients[1]).abs().mean(dim=0, keepdim=True)
         return found / found.mean().clamp(min=1e-30)
@@ -252,13 +249,13 @@ class Reconstructor(Calibrator):
         return torch.optim.AdamW(groups, weight_decay=0.0, fused=True, capturable=self.device.type == "cuda")
 
     def _set_lr(self, epoch: float) -> None:
-        """A cosine for each unit."""
+        """Each unit has a cosine of its own."""
         epochs = self.epochs_of(self.unit)
         fraction = (epoch - epochs.start) / len(epochs)
         for group in self.optimizer.param_groups:
             group["lr"].fill_(self.own.lr * group["lr_factor"] * cosine(fraction, self.config.lr_final))
         self._set_beta(epoch)
-        self._draws.copy_(randomness.fold(self._lots, round(epoch * 65536)))
+        self._step_keys.copy_(randomness.fold(self._drop_keys, round(epoch * 65536)))
 
     def _rate(self) -> str:
         return f"calibration.reconstruct.lr (now {self.own.lr})"
@@ -299,7 +296,7 @@ class Rounding:
 
     @torch.no_grad()
     def harden_(self) -> None:
-        """Leave the layer with weights on the levels that were chosen, which its quantizer gives back as they are."""
+        """Round the layer's weights to the chosen levels, which its quantizer leaves as they are."""
         codes = (self.floor + (self.h >= 0.5)).clamp(self.low, self.high)
         self.layer.weight.copy_(codes * self.scale)
 

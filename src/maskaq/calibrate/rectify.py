@@ -16,15 +16,15 @@ from maskaq.calibrate.stage import GradientFree
 from maskaq.errors import RecipeError
 from maskaq.images.sets import SyntheticSet, to_pixels
 from maskaq.images.stored import range_images
-from maskaq.images.synthesis import cosine
 from maskaq.models.structure import gelu_mlps
 from maskaq.quant.twin import init_ranges_, set_weight_ranges_
+from maskaq.schedules import cosine
 
 _TOKENS = 2048  # of a step
 
 
 class Rectifier(GradientFree):
-    """The stage that does so; ranges are found anew afterwards."""
+    """The stage that fits the MLPs; afterwards all ranges are found again."""
 
     name = "relu"
 
@@ -85,11 +85,8 @@ class Rectifier(GradientFree):
         """What the teacher's MLP takes and gives, token by token."""
         pairs: list[tuple[Tensor, Tensor]] = []
         module = self.teacher.get_submodule(name)
-        handle = module.register_forward_hook(lambda _, inputs, output: pairs.append((inputs[0], output)))
-        try:
+        with module.register_forward_hook(lambda _, inputs, output: pairs.append((inputs[0], output))):
             for part in images.split(32):
                 self.teacher(part)
-        finally:
-            handle.remove()
         taken, given = (torch.cat([x.flatten(0, -2) for x in found]) for found in zip(*pairs, strict=True))
         return taken, given

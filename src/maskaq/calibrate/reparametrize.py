@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.calibrate.stage import GradientFree
-from maskaq.models import family_of, geometry
+from maskaq.models import geometry, streams_of
 from maskaq.models.structure import Reader
 from maskaq.quant import ranges
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import in_float
+from maskaq.quant.twin import float_inputs
 
 _VALUES = 1 << 12  # of each channel
 
 
 class Reparametrizer(GradientFree):
-    """The stage that does so in front of every layer that reads a LayerNorm, but for the classifier."""
+    """The stage that moves the scales of every layer that reads a LayerNorm, except the classifier."""
 
     name = "reparametrize"
 
@@ -34,9 +34,9 @@ class Reparametrizer(GradientFree):
         readers, reason = norm_readers(self.teacher)
         if reason:
             self.progress.note(f"not reparametrized: {reason}")
-        inputs = layer_inputs(self.student, images, {reader.layers[0] for reader in readers})
+        inputs = float_inputs(self.student, images, {reader.layers[0] for reader in readers})
         for reader in readers:
-            self._fold(reader, inputs[reader.layers[0]])
+            self._fold(reader, inputs[reader.layers[0]][0])
         return {"layers": float(sum(len(reader.layers) for reader in readers))}
 
     def _fold(self, reader: Reader, values: Tensor) -> None:
@@ -45,10 +45,10 @@ class Reparametrizer(GradientFree):
         quantizer = layers[0].input_quantizer
         if not isinstance(quantizer, Quantizer) or quantizer.site.role != "activation":
             return
-        bits, method = quantizer.site.bits, ranges.RANGES[quantizer.site.range]
+        bits, find = quantizer.site.bits, ranges.RANGES[quantizer.site.range]
         columns = values.flatten(0, -2)
         columns = columns[:: max(1, -(-len(columns) // _VALUES))].T  # (C, M)
-        own_scale, own_zero = ranges.affine(*method(columns, bits, False, self.scheme.percentile), bits)
+        own_scale, own_zero = ranges.affine(*find(columns, bits, False, self.scheme.percentile), bits)
         scale = own_scale.mean()
         shifts = all(layer.bias is not None for layer in layers) and norm.bias is not None
         zero = own_zero.mean().round()
@@ -62,21 +62,20 @@ class Reparametrizer(GradientFree):
             if shifts:
                 layer.bias.add_(layer.weight @ shift)
             if isinstance(layer.weight_quantizer, Quantizer):
-                site = layer.weight_quantizer.site
-                layer.weight_quantizer.set_range(layer.weight, site.range, self.scheme.percentile)
+                method = layer.weight_quantizer.site.range
+                layer.weight_quantizer.set_range(layer.weight, method, self.scheme.percentile)
             if not isinstance(layer.input_quantizer, Quantizer):
                 continue
             if shifts:
                 layer.input_quantizer._store(scale[None], zero[None])
             else:
-                scaled = columns.T / ratio
-                layer.input_quantizer.set_range(scaled, site.range, self.scheme.percentile)
+                method = layer.input_quantizer.site.range
+                layer.input_quantizer.set_range(columns.T / ratio, method, self.scheme.percentile)
 
 
 def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:
     """Layers that read a residual stream through a LayerNorm with a weight, and why there are none, if so."""
-    family = family_of(model)
-    streams = "which layers read its streams is not known" if family is None else family.streams(model)
+    streams = streams_of(model)
     if isinstance(streams, str):
         return [], streams
     last = geometry(model).last
@@ -85,22 +84,3 @@ def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:
     ]
     weighted = [r for r in found if getattr(model.get_submodule(r.norm), "weight", None) is not None]
     return weighted, "" if weighted else "no norm has a weight"
-
-
-@torch.no_grad()
-def layer_inputs(student: nn.Module, images: Tensor, names: set[str], batch: int = 32) -> dict[str, Tensor]:
-    """What the float model gives to each of these layers."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def listener(name: str) -> Any:
-        return lambda module, inputs: seen[name].append(inputs[0].detach())
-
-    handles = [student.get_submodule(name).register_forward_pre_hook(listener(name)) for name in names]
-    try:
-        with in_float(student):
-            for part in images.split(batch):
-                student(part)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: torch.cat(parts) for name, parts in seen.items()}

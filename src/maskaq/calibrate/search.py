@@ -17,7 +17,7 @@ from maskaq.quant import grid
 from maskaq.quant.kinds import layers
 from maskaq.quant.quantizers import Log, MinMax, Quantizer
 from maskaq.quant.ranges import OCTAVES
-from maskaq.quant.twin import in_float
+from maskaq.quant.twin import float_inputs, in_float
 
 ROUNDS = 3
 COARSE = [0.3 + 0.06 * n for n in range(16)]  # 0.3 to 1.2
@@ -27,7 +27,7 @@ _WINDOWS = 64  # of a product
 
 
 class Searcher(GradientFree):
-    """The stage that does so for every quantized layer, in the float model's own inputs."""
+    """The stage that searches the ranges of every quantized layer, on the inputs it has in the float model."""
 
     name = "search"
 
@@ -49,15 +49,7 @@ class Searcher(GradientFree):
 
     def _operands(self, name: str, module: nn.Module, images: Tensor) -> list[Tensor]:
         """Some rows of what the layer reads in the float model."""
-        seen: list[list[Tensor]] = []
-        handle = module.register_forward_pre_hook(lambda module, inputs: seen.append([x.detach() for x in inputs]))
-        try:
-            with in_float(self.student):
-                for part in images.split(32):
-                    self.student(part)
-        finally:
-            handle.remove()
-        joined = [torch.cat(parts) for parts in zip(*seen, strict=True)]
+        joined = float_inputs(self.student, images, [name])[name]
         if isinstance(module, Matmul):
             stride = -(-len(joined[0]) // _WINDOWS)
             return [x[::stride] for x in joined]

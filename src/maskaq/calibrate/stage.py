@@ -24,7 +24,7 @@ class Stage(Protocol):
     """What it does, for progress and events."""
     progress: Progress
     parallel: bool
-    """Whether several processes share an epoch; else it is the work of one, whom the others follow."""
+    """Whether several ranks share an epoch; otherwise the leader does it and the others copy its student."""
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         """One pass over the images; gives the mean of each loss term."""
@@ -40,7 +40,7 @@ class Stage(Protocol):
 
 
 class GradientFree:
-    """Base of the stages that learn nothing by gradients: no state; an epoch looks at the images that set ranges."""
+    """Base class of stages without gradients: no state, and epochs on the images that set the ranges."""
 
     name: str
     parallel = False
@@ -69,14 +69,14 @@ class GradientFree:
         return found
 
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
-        """Change the student; gives some figures of it."""
+        """Change the student; the figures that the event log records."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         return {"stateless": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is none."""
+        """There is no state to restore."""
 
     def diverged(self, what: str) -> CalibrationError:
         return CalibrationError(f"{what}; leave {self.name} out of calibration.stages, in a new run folder")

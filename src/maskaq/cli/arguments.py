@@ -1,6 +1,6 @@
-"""Options that several commands share, and how parsed words become the typed, frozen arguments of a command.
+"""Options that several commands share, and the conversion of parsed options to a command's typed arguments.
 
-Imports no torch: a mistake in a command, or a look at its help, is answered at once.
+Imports no torch, so that help and command-line errors appear without delay.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Invocation:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and what neither its name nor its weights tell."""
+    """Which model, and what its name and weights do not determine."""
 
     model: str
     checkpoint: str | None = None
@@ -66,7 +66,7 @@ class DataOptions:
 
 
 def typed(kind: type[_Arguments], parsed: argparse.Namespace) -> _Arguments:
-    """The arguments of a command, out of what argparse found: each field by its name, a group by its own fields."""
+    """The arguments of a command from argparse's namespace: each field by its name, a group by its own fields."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if isinstance(field.type, type) and is_dataclass(field.type):
@@ -98,7 +98,7 @@ def add_named_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_timm(parser: argparse.ArgumentParser) -> None:
-    """What a model takes that neither its name nor its weights tell."""
+    """Options of a model that its name and weights do not determine."""
     add_shape(parser)
     _add_preparation(parser)
 
@@ -117,7 +117,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         "--img-size",
         type=converters.image_size,
         metavar="N|HxW",
-        help="image size (default: what the weights tell, or the name's)",
+        help="image size (default: from the weights, else from the name)",
     )
 
 
@@ -149,8 +149,8 @@ def add_recipe(parser: argparse.ArgumentParser, default: str) -> None:
     )
     parser.add_argument(
         "--recipe",
-        help=f"shipped name or .toml file (default: {default}; see `maskaq list recipes`); budget+method, such as "
-        "quick+mimiq, lays the one over the other",
+        help=f"shipped name or .toml file (default: {default}; see `maskaq list recipes`); A+B, such as quick+mimiq, "
+        "applies B on top of A",
     )
     add_set(parser)
 
@@ -171,7 +171,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plain(parser: argparse.ArgumentParser) -> None:
-    words = "every step as it is written, in float32: for comparison, and if in doubt"
+    words = "use the reference engine: eager, float32, without fused kernels; for comparison and debugging"
     parser.add_argument("--plain", action="store_true", help=words)
 
 
@@ -199,7 +199,7 @@ def add_lease(parser: argparse.ArgumentParser) -> None:
         type=converters.seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long other workers wait for this one when it is gone (default: 60)",
+        help="seconds after which other workers take over the images of this one if it dies (default: 60)",
     )
 
 
@@ -210,7 +210,7 @@ def add_end(parser: argparse.ArgumentParser, keep: str | None = "better") -> Non
         choices=("better", "last"),
         default=keep,
         help="better: hand over the model before calibration if calibration made it worse on synthetic images that it "
-        f"did not see; last: the last epoch's in any case (default: {keep or 'what the run was last asked for'})",
+        f"did not see; last: the last epoch's in any case (default: {keep or 'as in the latest command of the run'})",
     )
     parser.add_argument("--no-report", action="store_true", help="skip the report and its measurements")
 

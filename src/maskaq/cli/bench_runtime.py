@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,18 +121,17 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.artifact.export import export, runtimes
     from maskaq.artifact.export.onnx import export_float
     from maskaq.artifact.export.peers import available, make_peers
-    from maskaq.artifact.export.runtimes import Candidate
     from maskaq.cli import console as draw
-    from maskaq.cli import resolve
     from maskaq.cli.evaluation import Accuracy, evaluate, evaluation_images
     from maskaq.cli.figures import write_figures
     from maskaq.images.sets import folder_tensor, to_pixels
     from maskaq.models import geometry
     from maskaq.runs.opened import metrics, open_run
+    from maskaq.storage.runfolder import is_run
 
     console, threads = invocation.console, arguments.threads
     _check_threads(threads)
-    if len(arguments.files) != 1 or not resolve.is_run(arguments.files[0]):
+    if len(arguments.files) != 1 or not is_run(arguments.files[0]):
         raise ModelError("--peers expects one run folder: its full-precision model and images are needed")
     opened = open_run(arguments.files[0])
     plain: Any = opened.load_teacher()
@@ -154,15 +152,7 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
             if format == "onnx" or "NNCF" in available():
                 export(ours, place / f"maskaq{suffix}", format, images)
                 files[f"{own}, {format}"] = place / f"maskaq{suffix}"
-        candidates = [
-            Candidate(
-                name,
-                "openvino" if runtimes.of_openvino(file) else "onnxruntime",
-                runtimes.bytes_of(file) / 1e6,
-                partial(runtimes.runner, file),
-            )
-            for name, file in files.items()
-        ]
+        candidates = [runtimes.candidate_of(name, file) for name, file in files.items()]
         for calibrated_on, images in sets.items():
             progress.note(f"other tools on {len(images)} {calibrated_on or 'synthetic images'}")
             candidates += make_peers(plain, files["float32"], images, place, calibrated_on)

@@ -7,7 +7,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation
 
-SUMMARY = "go on with a run folder: calibration, refreshes, final model"
+SUMMARY = "continue a run folder: calibration, refreshes, final model"
 RESUMABLE = True
 
 
@@ -19,7 +19,7 @@ class Arguments:
     device: str | None
     plain: bool
     keep: str | None
-    """None: what the run was last asked for."""
+    """None: as in the latest command of the run."""
     no_report: bool
     workers: int
     lease: float

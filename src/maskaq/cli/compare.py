@@ -111,7 +111,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         for recipe in comparison.recipes.values():
             resolve.check_names(recipe)
         for line in comparison.run(arguments.limit):
-            console.print(_told(line))
+            console.print(_summary(line))
     lines = comparison.lines()
     found = [lines[row.name] for row in rows if row.name in lines]
     if not found:
@@ -151,7 +151,7 @@ def _rows(arguments: Arguments) -> list[Any]:
     return rows
 
 
-def _told(line: "Line") -> str:
+def _summary(line: "Line") -> str:
     if line.failed:
         return f"{line.name}: failed: {line.failed}"
     figures = "  ".join(f"{folder} {value:.2f}" for folder, value in line.top1.items())

@@ -64,7 +64,7 @@ class ProgressBar(Progress):
         self.task = self.bars.add_task(title, total=total, completed=done, metrics="")
 
     def advance(self, units: int = 1, **metrics: float) -> None:
-        if self.task is None:  # of no stage: there is no bar to move
+        if self.task is None:  # outside a stage there is no bar
             return
         text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.bars.update(self.task, advance=units, metrics=text)
@@ -122,13 +122,13 @@ class ProgressLines(Progress):
 
 
 class Notes(ProgressLines):
-    """Notes alone, for one of several processes that is not the one to speak for all."""
+    """Notes alone, for processes other than the leader."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """Seen by the leader."""
+        """Printed by the leader."""
 
     def forecast(self, seconds: float) -> None:
-        """Seen by the leader."""
+        """Printed by the leader."""
 
 
 def progress_for(console: Console) -> ProgressBar | ProgressLines:

@@ -40,17 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.cli import console as draw  # they bring torch and timm
-    from maskaq.cli import evaluation, report, resolve
+    from maskaq.cli import evaluation, report
     from maskaq.runs import opened as results
     from maskaq.runs.provenance import pick_device
     from maskaq.storage.files import write_json_atomic
+    from maskaq.storage.runfolder import is_run
 
     console = invocation.console
     data = str(arguments.data.data)
     batches = evaluation.EvaluationImages(arguments.data)
     device = pick_device(arguments.device)
     chosen = _checked(arguments.model)
-    of_run = resolve.is_run(chosen.model)
+    of_run = is_run(chosen.model)
     measure = evaluation.accuracy_of_run if of_run else evaluation.accuracy_of_model
     with draw.progress_for(console) as progress:
         table, caveat = measure(chosen, batches, device, progress)
@@ -69,9 +70,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 def _checked(chosen: ModelOptions) -> ModelOptions:
     """What is to be evaluated: a run, a saved model or a name; what can be none of them is refused."""
     from maskaq.artifact.saved import is_pretrained
-    from maskaq.cli.resolve import is_run
     from maskaq.models.checkpoint import SUFFIXES
     from maskaq.models.timm_models import weights_in_place_of_name
+    from maskaq.storage.runfolder import is_run
 
     path = Path(chosen.model)
     if is_run(path) or is_pretrained(path):

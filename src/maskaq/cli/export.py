@@ -110,10 +110,10 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 def _write_images(arguments: Arguments, console: Console) -> None:
     """Write the synthetic images of a run for other tools."""
     from maskaq.artifact.export.metadata import describe
-    from maskaq.cli.resolve import is_run
     from maskaq.images.pngs import check_folder, write_pngs
     from maskaq.models import class_names
     from maskaq.runs.opened import open_run
+    from maskaq.storage.runfolder import is_run
 
     if arguments.target != "cpu" or arguments.precision != "f32" or arguments.data.data is not None:
         raise ExportError("--format images writes images alone: --target, --precision and --data are for models")

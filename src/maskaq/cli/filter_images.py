@@ -8,7 +8,7 @@ from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation, ModelOptions
 from maskaq.errors import DataError
 
-SUMMARY = "of a folder of generated images, those that a model knows well: for the recipe genq"
+SUMMARY = "select the generated images of a folder that a model recognises well, for the recipe genq"
 RESUMABLE = False
 
 

@@ -45,7 +45,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     from maskaq.artifact.export import SUFFIXES  # they bring torch and timm
     from maskaq.artifact.saved import is_pretrained
     from maskaq.cli.console import preparation
-    from maskaq.cli.resolve import is_run
+    from maskaq.storage.runfolder import is_run
 
     name = arguments.model.model
     console = invocation.console
@@ -78,11 +78,11 @@ def _show_file(arguments: Arguments, console: Console) -> None:
     table = Table(title=f"{name}   ({bytes_of(name) / 1e6:.2f} MB)", title_justify="left", show_header=False)
     table.add_row("runtime", RUNTIMES.get(Path(name).suffix, "PyTorch (torch.export.load)"))
     for key, value in notes.items():
-        table.add_row(key, _told(key, value))
+        table.add_row(key, _as_text(key, value))
     console.print(table)
 
 
-def _told(key: str, value: Any) -> str:
+def _as_text(key: str, value: Any) -> str:
     if key == "labels" and value:
         return f"{len(value)}: " + "; ".join(value[:3]) + ("; ..." if len(value) > 3 else "")
     if key == "recipe" and isinstance(value, dict):
@@ -108,9 +108,10 @@ def _of_quantized(arguments: Arguments) -> _Inspected:
     from maskaq.cli.evaluation import calibrated_on
     from maskaq.models import geometry
     from maskaq.quant.inspection import inspect_deployed
+    from maskaq.storage.runfolder import is_run
 
     name = arguments.model.model
-    _refuse_options(arguments, "a run" if resolve.is_run(name) else "a saved model")
+    _refuse_options(arguments, "a run" if is_run(name) else "a saved model")
     model: Any = resolve.quantized_model(arguments.model)
     title = f"{name}{calibrated_on(caveat_of(model.maskaq_config))}"
     return _Inspected(inspect_deployed(model), geometry(model), title)

@@ -97,7 +97,7 @@ def _cores() -> int:
 
 
 def ended(code: int) -> int:
-    """The exit code of a process that had an error, which must not be restarted for it."""
+    """Record the exit code of an error; the exit code of this process, 0 if torchrun would restart it otherwise."""
     place = os.environ.get(_OUTCOME)
     if place is None:
         return code
@@ -105,8 +105,8 @@ def ended(code: int) -> int:
     return 0
 
 
-def told_elsewhere(error: Exception) -> bool:
-    """Whether another process of the command has told an error, so that this one need not tell its own."""
+def is_reported_elsewhere(error: Exception) -> bool:
+    """Whether another process of the command has reported an error, so that this one does not report its own."""
     place = os.environ.get(_OUTCOME)
     if place is None:
         return False

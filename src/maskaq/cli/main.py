@@ -122,10 +122,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `maskaq list models | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (MaskaqError, OSError, RuntimeError, MemoryError) as error:
-        message = _told(error)
+        message = _message_of(error)
         if message is None:
             raise
-        if launch.told_elsewhere(error):
+        if launch.is_reported_elsewhere(error):
             return 0
         errors.print(f"error: {message}", style="red")
         return 1 if isinstance(error, RankError) else launch.ended(1)
@@ -143,7 +143,7 @@ def _prepare_process() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _told(error: Exception) -> str | None:
+def _message_of(error: Exception) -> str | None:
     """The message for an error that the user can fix; None for a bug, which keeps its traceback."""
     if isinstance(error, MaskaqError):
         return str(error)

@@ -20,6 +20,7 @@ from maskaq.models.load import architecture_of, load_model, load_shape
 from maskaq.quant.quantizers import QUANTIZERS
 from maskaq.recipe.schema import Recipe, load_recipe
 from maskaq.runs.opened import OpenedRun, handed_over_model, open_run
+from maskaq.storage.runfolder import is_run
 
 
 def recipe_of(options: RecipeOptions, default: str) -> Recipe:
@@ -66,7 +67,7 @@ def model_of(options: ModelOptions) -> nn.Module:
 
 
 def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str, Any]:
-    """What the model of a run is, as the run writes it down."""
+    """Name, arguments and checkpoint of a model, as the run records them."""
     args = timm_args(options)
     return {
         "name": options.model,
@@ -105,10 +106,6 @@ def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Modu
                 "expected the name of a model (`maskaq list models`)"
             ) from error
         raise
-
-
-def is_run(folder: str | Path) -> bool:
-    return os.path.exists(os.path.join(folder, "run.json"))
 
 
 def opened_run(folder: str, checkpoint: str | None) -> OpenedRun:

@@ -29,7 +29,7 @@ from maskaq.torchrun import is_leader
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks of a run."""
+    """The arguments of a run, from any of these commands."""
 
     name: str
     model: nn.Module

@@ -22,7 +22,10 @@ class Arguments:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=converters.path, metavar="RUN", help="run folder, or --out of a table of runs")
     parser.add_argument(
-        "--watch", type=converters.seconds, metavar="SECONDS", help="look again every so often, until it is finished"
+        "--watch",
+        type=converters.seconds,
+        metavar="SECONDS",
+        help="print the status at this interval until the run is finished",
     )
     options.add_json(parser, "status")
 

@@ -7,7 +7,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation
 
-SUMMARY = "help a run that another process leads: make images of it, from any machine that sees its folder"
+SUMMARY = "help another process with its run: make images for it, on any machine that sees its folder"
 RESUMABLE = True
 
 

@@ -1,6 +1,6 @@
-"""Which images of a folder a model knows well: GenQ's two filters (Li et al. 2024), for images that were generated.
+"""Select generated images that a model recognises well: GenQ's two filters (Li et al. 2024).
 
-Energy: -T log sum exp(z / T) of the logits; low where the model is at home. Patch-similarity entropy, PSAQ-ViT's,
+Energy: -T log sum exp(z / T) of the logits; low for images like the training data. Patch-similarity entropy (PSAQ-ViT),
 summed over layers; high where an image has an object before a background, and low where it is empty or noise.
 """
 
@@ -22,7 +22,7 @@ from maskaq.progress import Progress
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model knows an image."""
+    """How well a model recognises an image."""
 
     file: Path
     energy: float

@@ -1,7 +1,7 @@
 """Images of a conditional generator in place of free pixels (GDFQ, Xu et al. 2020; Qimera; AdaDFQ).
 
 A generator is trained against the same loss terms as pixels are; then it gives any number of images. Unlike pixels, the
-images share its weights: they depend on the whole training, and while it lasts on their batch, through batch norms.
+images share its weights: they depend on the whole training and, during training, on their batch through batch norms.
 """
 
 import math

@@ -152,8 +152,9 @@ def image_files(path: str | Path, wanted: int) -> list[Path]:
         raise DataError(f"image folder {root} {absent(root)}; expected a folder of images, or of folders of images")
     found = _images_in(root)
     if len(found) < wanted:
-        few = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"
-        raise DataError(f"{few}: --set synthesis.images={len(found)}" if found else f"{few}: expected image files")
+        problem = f"{root} has {len(found)} images, and synthesis.images asks for {wanted}"
+        remedy = f"--set synthesis.images={len(found)}" if found else "expected image files"
+        raise DataError(f"{problem}: {remedy}")
     return found
 
 

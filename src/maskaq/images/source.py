@@ -34,7 +34,7 @@ class ImageSource(Protocol):
         """How many of the missing shards to make together."""
 
     def expect(self, images: int) -> None:
-        """Calls are of at most so many images, on buffers for that many: each image is the same in any call."""
+        """Announce the most images of a call: with buffers for that many, an image is the same in any call."""
 
     def seconds_per_image_step(self) -> float | None:
         """Measured seconds of one optimisation step of one image; None if there are no steps."""

@@ -26,12 +26,12 @@ from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.recipe.schema import Recipe
+from maskaq.schedules import cosine, logged_steps
 from maskaq.shapes import Geometry
 from maskaq.tasks import task_of
 from maskaq.tasks.task import Layout
 
-_LOGGED_POINTS = 20  # loss curves have this many points per batch
-_LOOKED_AT = 4  # lost images that are repeated to find the term that caused it
+_LOOKED_AT = 4  # lost images whose steps are repeated to find the term that caused the loss
 _LARGEST_BATCH = 256  # of a GPU: more images together are no faster
 
 GridMasks = dict[tuple[int, int], Tensor]
@@ -137,24 +137,24 @@ class Synthesizer:
                 self._buffers = None  # of a forecast
 
     def _fitting(self) -> int:
-        """Images that fit three quarters of the GPU's free memory, judged by one step of a few, run plainly."""
-        few = 4
+        """Images that fit three quarters of the GPU's free memory, estimated from one eager step of four images."""
+        count = 4
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         with self.engine.once():
-            self.trial(few, steps=1)
+            self.trial(count, steps=1)
         self._buffers = None
         used = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(self.device)[0] * 0.75 / max(1, used / few))
+        return int(torch.cuda.mem_get_info(self.device)[0] * 0.75 / max(1, used / count))
 
     def seconds_per_image_step(self) -> float | None:
-        """One step of one image, after the set-up; from a few steps. None where images are what they start from."""
+        """Seconds per image and step after the set-up, from a few timed steps; None if there are no steps."""
         if not self.recipe.most_steps:
             return None
         shards = -(-self.config.images // self.config.batch)
         count = min(self.config.images, self.shards_at_once(shards) * self.config.batch)
-        if self.device.type == "cpu":  # a few images tell enough: 4 of 224 px, 16 of 32 px
+        if self.device.type == "cpu":  # a few images are enough: 4 of 224 px, 16 of 32 px
             count = min(count, max(4, min(16, 50_000 // math.prod(self.geometry.image_size))))
         seconds = 0.0
         steps = min(5 if self.engine.captures else 3, self.recipe.most_steps)
@@ -225,7 +225,7 @@ class Synthesizer:
 
     @torch.no_grad()
     def _relabel(self, buffers: "_StepBuffers") -> None:
-        """Let the teacher say what has become of the layouts; between steps, for a captured step cannot branch."""
+        """Update the layouts from the teacher's predictions; between steps, because a captured step cannot branch."""
         outputs = self.task.run(self.teacher, buffers.images.detach(), buffers.layout)
         for name, value in self.task.relabelled(buffers.layout, outputs).items():
             buffers.layout[name].copy_(value)
@@ -247,7 +247,7 @@ class Synthesizer:
         """Algorithm 1, lines 2-6. Returns the images, and snapshots of the first one by number of steps."""
         buffers = self._buffers_for(len(images))
         buffers.fill(images, labels, keys, self._schedule(steps, lr), layout)
-        logged = {round(i * (steps - 1) / (_LOGGED_POINTS - 1)) for i in range(_LOGGED_POINTS)}
+        logged = logged_steps(steps)
         points = []
         snapshots = {0: buffers.images.detach()[0].clone()}
         with self._models_ready():
@@ -364,7 +364,7 @@ class Synthesizer:
         config = self.config
         needs = self.objective.needs
         images = buffers.images
-        # Before the images themselves, whose attention is what is seen afterwards.
+        # Before the images themselves: the taps keep the attention of the latest forward pass.
         region = self._region(buffers, keys, now) if "regions" in needs else {}
         jittered = self._jittered(images, keys, now)
         with self.engine.precision():
@@ -462,12 +462,11 @@ class Synthesizer:
         for grid in self._grids:
             rows = [alpha for layer, alpha in zip(layers, attention, strict=True) if layer.grid == grid]
             alpha = torch.stack(rows).mean(dim=0)  # (B, N)
-            lots = randomness.fold(keys, f"mask {grid}")
             mask = masks.top_patches(alpha, now[f"k {grid}"])
             if foreground is not None:
                 covered = F.adaptive_avg_pool2d(foreground[:, None].to(mask.dtype), grid).flatten(1)
                 mask = torch.maximum(mask, (covered >= 0.5).to(mask.dtype))
-            found[grid] = masks.thin(mask, now[f"keep {grid}"], lots)
+            found[grid] = masks.thin(mask, now[f"keep {grid}"], randomness.fold(keys, f"mask {grid}"))
         return found
 
 
@@ -547,8 +546,3 @@ def synthesize(
     shards = torch.arange(recipe.synthesis.images).split(recipe.synthesis.batch)
     synthesizer.progress.stage("synthesize", recipe.synthesis.images * max(1, recipe.synthesis.steps))
     return SyntheticSet.concatenate(synthesizer(shard) for shard in shards)
-
-
-def cosine(fraction: float, final: float) -> float:
-    """Factor of the learning rate: 1 at fraction 0, `final` at fraction 1."""
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * fraction))

@@ -27,6 +27,7 @@ from maskaq.models.names import (
 )
 from maskaq.models.probe import WANTED, probe_image
 from maskaq.models.products import AttentionProducts, Matmul
+from maskaq.models.structure import Stream
 from maskaq.shapes import Geometry
 
 FAMILIES = (vit, swin)
@@ -40,13 +41,13 @@ __all__ = [
     "data_config",
     "embedding_width",
     "expose",
-    "family_of",
     "geometry",
     "has_classifier",
     "in_float",
     "parts",
     "pretrained_tags",
     "refuse_zero_weights",
+    "streams_of",
     "supported_names",
     "task_name",
 ]
@@ -107,6 +108,15 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
 def family_of(model: nn.Module) -> ModuleType | None:
     """The file of a model's family, if it has one of its own."""
     return next((f for f in FAMILIES if isinstance(model, f.ROOT) and f.takes(model)), None)
+
+
+def streams_of(model: nn.Module) -> tuple[Stream, ...] | str:
+    """The residual streams of an exposed model; or, in words, why they are not known or cannot be rotated."""
+    family = family_of(model)
+    if family is None:
+        return f"the residual streams of a {type(model).__name__} are not known"
+    found: tuple[Stream, ...] | str = family.streams(model)
+    return found
 
 
 def _is_transformer(model: nn.Module) -> bool:

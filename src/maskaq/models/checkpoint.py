@@ -112,7 +112,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _why_not(error: Exception) -> str:
-    """What is wrong with a file torch.load refused. Its own words are left out: they tell to load unsafely."""
+    """What is wrong with a file that torch.load refused, without torch's own message, which advises unsafe loading."""
     text = str(error)
     if named := re.search(r"GLOBAL (\S+)", text):
         return (

@@ -1,7 +1,7 @@
 """Weights of a file into a model: whole or not at all.
 
-What the two do not share is named key by key, with what to do about it. Other names of the same weights, as in the
-files that the authors of DeiT and Swin published, are no misfit.
+Keys that the two do not share are listed, with what to do about it. Other names of the same weights, as in the files
+that the authors of DeiT and Swin published, are converted.
 """
 
 import logging
@@ -96,7 +96,7 @@ def _renamed(model: nn.Module, state: State, resizable: tuple[str, ...]) -> Stat
                 renamed = vision_transformer.checkpoint_filter_fn(dict(state), model, adapt_layer_scale=True)
             else:
                 return state
-    except Exception:  # a file of another family: the plain comparison says more than the filter's stumble
+    except Exception:  # a file of another family: the plain comparison says more than the filter's error
         return state
     kept = {key: value for key, value in state.items() if "pre_logits" in key}
     for key, value in state.items():

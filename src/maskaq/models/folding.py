@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from maskaq.models.structure import replace_module
+
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, BatchNormAct2d)
 
 
@@ -25,8 +27,7 @@ def fold_(model: nn.Module, image: Tensor) -> None:
     _write_plainly(model, image)
     for name, (layer, norm) in _pairs(model, image).items():
         _fold(layer, norm)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity())
+        replace_module(model, name, norm.act if isinstance(norm, BatchNormAct2d) else nn.Identity())
     for module in model.modules():
         if isinstance(module, _NORMS):
             module.num_batches_tracked = None  # of no use any more, and no weight
@@ -103,13 +104,12 @@ def _write_plainly(model: nn.Module, image: Tensor) -> None:
         with _hooked(special, after):
             model(image)
     for name, module in list(model.named_modules()):
-        parent, _, child = name.rpartition(".")
         if module in sizes:
-            setattr(model.get_submodule(parent), child, _plain(module, sizes[module]))
+            replace_module(model, name, _plain(module, sizes[module]))
         elif type(module) is nn.ConvTranspose2d and _is_enlarging(module):
-            setattr(model.get_submodule(parent), child, _shuffled(module))
+            replace_module(model, name, _shuffled(module))
         elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None and module.bias_k is None:
-            setattr(model.get_submodule(parent), child, MultiheadAttention(module).eval())
+            replace_module(model, name, MultiheadAttention(module).eval())
 
 
 def _is_enlarging(conv: Any) -> bool:

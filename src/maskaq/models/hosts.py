@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from maskaq import zoo
 from maskaq.errors import ModelError, first_line
 from maskaq.models.detector import mask_rcnn
-from maskaq.models.names import supported_names
+from maskaq.models.names import supported_names, update_record_
 from maskaq.models.segmenter import upernet
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {"mask_rcnn": mask_rcnn, "upernet": upernet}
@@ -56,9 +56,9 @@ def embedded_shape(name: str) -> nn.Module:
         return zoo.embedded_shape(name)
     card = zoo.card(name)
     model: Any = build(card["architecture"]["name"], card["architecture"]["args"])
-    record = model.pretrained_cfg | {"architecture": name, "mean": tuple(card["mean"]), "std": tuple(card["std"])}
-    ground = ["background"] if record["task"] == "segmentation" else []
-    model.pretrained_cfg = model.default_cfg = record | {"label_names": [*ground, *card["classes"]]}
+    ground = ["background"] if model.pretrained_cfg["task"] == "segmentation" else []
+    labels = [*ground, *card["classes"]]
+    update_record_(model, architecture=name, mean=tuple(card["mean"]), std=tuple(card["std"]), label_names=labels)
     return model.float().eval()
 
 

@@ -28,7 +28,7 @@ def hub_or_cache() -> Iterator[None]:
 
 
 def _answers(endpoint: str, seconds: float = 10.0) -> bool:
-    """Whether a host accepts a connection within `seconds`; True unasked behind a proxy, which a socket would miss."""
+    """Whether a host accepts a connection within `seconds`; True behind a proxy, which a socket would bypass."""
     if any(key != "no" for key in getproxies()):
         return True
     url = urlsplit(endpoint)

@@ -1,6 +1,6 @@
-"""What a weights file tells about its model: arguments of timm, an image size, classes, names that fit.
+"""What a weights file reveals about its model: arguments of timm, image size, classes, names that fit.
 
-Almost all of it is told by shapes: rows of a classifier, channels of a convolution, positions, windows.
+Almost all of it follows from shapes: rows of a classifier, channels of a convolution, positions, windows.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError
 from maskaq.models.checkpoint import State
-from maskaq.models.names import supported_names
+from maskaq.models.names import record_of, supported_names
 from maskaq.models.timm_models import LARGEST_SIDE, timm_shape
 
 
@@ -35,7 +35,7 @@ def inferred_arguments(model: nn.Module, state: State) -> dict[str, Any]:
 
 def layers_named(model: nn.Module, entry: str) -> list[str]:
     """The layer names under an entry of timm's config, which holds a string, a tuple or nothing."""
-    value = (getattr(model, "pretrained_cfg", None) or {}).get(entry) or ()
+    value = record_of(model).get(entry) or ()
     return [value] if isinstance(value, str) else list(value)
 
 
@@ -85,8 +85,7 @@ def _img_size(model: nn.Module, state: State) -> int | tuple[int, int] | None:
 def size_of(model: nn.Module) -> tuple[int, int] | None:
     """The image size that a model was built for, where its patch embedding says so."""
     size: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    size = size or (record.get("input_size") or (None,))[1:]
+    size = size or (record_of(model).get("input_size") or (None,))[1:]
     return (int(size[0]), int(size[1])) if size else None
 
 

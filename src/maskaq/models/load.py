@@ -27,6 +27,7 @@ from maskaq.models.inferred import (
     size_wanted,
     swin_size,
 )
+from maskaq.models.names import update_record_
 from maskaq.models.timm_models import ADVICE, checked_args, create_timm, pretrained_timm, timm_shape
 
 Numbers = float | Sequence[float]
@@ -115,9 +116,7 @@ def set_normalization(model: nn.Module, mean: Numbers | None = None, std: Number
     for key, values in given.items():
         if len(values) not in (1, channels):
             raise ModelError(f"{key}: expected one number, or one for each of {channels} channels, got {len(values)}")
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    full = {key: values * channels if len(values) == 1 else values for key, values in given.items()}
-    model.pretrained_cfg = model.default_cfg = {**record, **full}  # type: ignore[assignment]
+    update_record_(model, **{key: values * channels if len(values) == 1 else values for key, values in given.items()})
     return model
 
 
@@ -229,8 +228,7 @@ def _from_file(name: str, path: Path, args: dict[str, Any]) -> nn.Module:
     resizable = tuple(key for arg, keys in RESIZED_FOR.items() if arg in args for key in keys)
     fill_(model, state, name, path, resizable)
     if "num_classes" not in args and (tag := _tower_tag(name, int(model.num_classes))):  # type: ignore[arg-type]
-        record: Any = model.pretrained_cfg
-        model.pretrained_cfg = model.default_cfg = {**record, "tag": tag}  # type: ignore[assignment]  # an image tower of CLIP, as `task_name` sees
+        update_record_(model, tag=tag)  # `task_name` then sees that it is an image tower of CLIP
     return model
 
 
@@ -251,7 +249,7 @@ def _host_from_file(name: str, checkpoint: str | Path | None, kind: str, args: d
     model: Any = hosts.build(kind, args)
     fill_(model, state, name, path, ())
     if labels := noted_classes(notes, model.num_classes):
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, "label_names": labels}
+        update_record_(model, label_names=labels)
     return model
 
 

@@ -69,7 +69,7 @@ def has_classifier(name: str) -> bool:
 def pretrained_tags(name: str) -> list[str]:
     """The tags of the weights that timm has for an architecture, its default first."""
     architecture = name.split(".")[0]
-    default = get_pretrained_cfg(name.split(".")[0])
+    default = get_pretrained_cfg(architecture)
     tags = [found.split(".", 1)[1] for found in list_models(f"{architecture}.*", pretrained=True)]
     return sorted(tags, key=lambda tag: default is None or tag != default.tag)
 
@@ -78,6 +78,16 @@ def classifier_tags(name: str) -> list[str]:
     """Those of `pretrained_tags` whose weights have a classifier."""
     architecture = name.split(".")[0]
     return [tag for tag in pretrained_tags(name) if has_classifier(f"{architecture}.{tag}")]
+
+
+def record_of(model: Any) -> Mapping[str, Any]:
+    """timm's record of a model, its `pretrained_cfg`; empty if it has none."""
+    return getattr(model, "pretrained_cfg", None) or {}
+
+
+def update_record_(model: Any, **entries: Any) -> None:
+    """Change entries of a model's record, under both of the names that timm has for it."""
+    model.pretrained_cfg = model.default_cfg = {**record_of(model), **entries}
 
 
 def embedding_width(record: Mapping[str, Any]) -> int:

@@ -1,6 +1,6 @@
-"""Run a model once and write down what it does: who computes attention, on which grids, what reads the image.
+"""Run a model once and record what it does: which modules compute attention, on which grids, and what reads the image.
 
-On the meta device this costs nothing and tells all but values.
+On the meta device this costs nothing and shows everything except values.
 """
 
 import os
@@ -23,7 +23,7 @@ from maskaq.randomness import image_keys, normal
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm")
 _SPATIAL = ("conv2d", "max_pool2d", "avg_pool2d")
-# What moves values about and leaves them as they are: the output of a softmax stays one.
+# Functions that only move values: the output of a softmax remains one.
 _MOVES = (
     *("transpose", "permute", "reshape", "view", "contiguous", "to", "type_as", "unflatten", "flatten", "squeeze"),
     *("unsqueeze", "dropout", "expand", "float", "__get__", "swapaxes", "movedim"),
@@ -55,7 +55,7 @@ class Seen:
 
 
 def watch(model: nn.Module, image: Tensor) -> Seen:
-    """One forward pass, seen."""
+    """Run and record one forward pass."""
     seen = Seen()
     names = {id(module): name for name, module in model.named_modules()}
     with torch.enable_grad(), _recording(model, seen), _Watch(names, seen):  # parameters are frozen
@@ -139,7 +139,7 @@ def _is_ours(frame: Any) -> bool:
 
 
 class Softmaxed(TorchFunctionMode):
-    """Knows which tensors are the output of a softmax, moved about at most: they are never negative."""
+    """Records which tensors are outputs of a softmax, at most reshaped: they are never negative."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ class Matmul(nn.Module):
     """a @ b.
 
     Args:
-        signed: whether each operand can be negative. Set by the architecture (a softmax cannot), not guessed.
+        signed: whether each operand can be negative; known from the architecture (a softmax cannot be).
     """
 
     def __init__(self, signed: tuple[bool, bool] = (True, True)) -> None:
@@ -45,7 +45,7 @@ class AttentionProducts(nn.Module):
         self.fused: Callable[..., dict[str, Tensor]] | None = None
         """Replaces `products` while the fast engine is applied."""
         self.watched: Callable[[Tensor, Tensor], None] | None = None
-        """Is told queries and keys, while the layout of the tokens is found out."""
+        """Called with queries and keys while the layout of the tokens is determined."""
         self.listened: tuple[str, ...] = ()
         """Active tap points."""
         self.passed: dict[str, Tensor] = {}

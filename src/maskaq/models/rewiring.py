@@ -1,4 +1,4 @@
-"""Let a module's own code call our products: its methods again, with other calls in a few places.
+"""Make a module's own code call our products: its methods are recompiled with some of their calls replaced.
 
 A method that calls `F.scaled_dot_product_attention(q, k, v, ...)` becomes one that calls
 `self.products.attention(q, k, v, ...)`, and `a @ b` becomes `self.products.multiply("forward.0", a, b)`: the same
@@ -43,11 +43,11 @@ def method_of(cls: type, code: Any) -> str | None:
 
 @cache
 def _rewired(cls: type[nn.Module], methods: tuple[str, ...], matmuls: bool) -> type[nn.Module]:
-    members = {name: _again(cls, name, matmuls) for name in methods}
+    members = {name: _recompiled(cls, name, matmuls) for name in methods}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _again(cls: type, name: str, matmuls: bool) -> Any:
+def _recompiled(cls: type, name: str, matmuls: bool) -> Any:
     owner = next(base for base in cls.__mro__ if name in vars(base))
     function = inspect.unwrap(vars(owner)[name])
     try:

@@ -48,7 +48,7 @@ class Fused(AttentionProducts):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As torch has it, but for dropout, which a frozen model has none of."""
+        """The same as torch's function; without dropout, which a frozen model does not have."""
         q, k, v, bias = self._four_axes(query, key, value, attn_mask)
         heads = self.attend(q, k, v, bias)
         if query.dim() == 5:
@@ -60,8 +60,8 @@ class Fused(AttentionProducts):
         """(B*W, H, T, D), with a learned gain for each head in the place of one scale."""
         return self.attend(q, k, v, bias, gain)
 
-    def bind(self, query: Tensor, key: Tensor, is_causal: bool, scale: float | None, heads: int) -> None:
-        """Take from a first call what is the same in every other."""
+    def bind(self, query: Tensor, is_causal: bool, scale: float | None, heads: int) -> None:
+        """Set the scale and the number of heads from a first call: they are the same in all calls."""
         if is_causal:
             raise ModelError("causal attention is not a vision transformer's: maskaq has no mask for it")
         if query.dim() not in (3, 4, 5):
@@ -117,7 +117,7 @@ class WrittenOut(AttentionProducts):
 
 @dataclass
 class _Binding:
-    """What is seen of the products of one module while the model runs the first time with them."""
+    """What is recorded about the products of one module in the first forward pass with them."""
 
     module: Any
     places: dict[str, tuple[bool, tuple[bool, bool], Tensor, Tensor]]
@@ -188,13 +188,13 @@ def _rewire(model: nn.Module, seen: probe.Seen) -> dict[str, Any]:
 
 
 def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
-    """Run the model once with products that only look, and build what they need from what they see."""
+    """Run the model once with products that only record, and set them up from what they recorded."""
     softmaxed = probe.Softmaxed()
-    bindings = {name: _Binding(module, {}) for name, module in owners.items()}
-    for name, binding in bindings.items():
+    bindings = [_Binding(module, {}) for module in owners.values()]
+    for binding in bindings:
         products = binding.module.products
         method = "attention" if isinstance(products, Fused) else "multiply"
-        setattr(products, method, _looking(name, binding, softmaxed))
+        setattr(products, method, _recording(binding, softmaxed))
     try:
         with torch.no_grad(), softmaxed:
             model(image)
@@ -202,17 +202,17 @@ def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
         for module in owners.values():
             module.products.__dict__.pop("attention", None)
             module.products.__dict__.pop("multiply", None)
-    for name, binding in bindings.items():
+    for binding in bindings:
         if isinstance(binding.module.products, WrittenOut):
-            _name_products(name, binding)
+            _name_products(binding)
 
 
-def _looking(name: str, binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
+def _recording(binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
     products = binding.module.products
     heads = next((int(getattr(binding.module, key)) for key in HEADS if _is_number(binding.module, key)), 0)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        products.bind(query, key, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
+        products.bind(query, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
     def multiply(place: str, a: Tensor, b: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def _is_number(module: Any, key: str) -> bool:
     return type(getattr(module, key, None)) is int
 
 
-def _name_products(name: str, binding: _Binding) -> None:
+def _name_products(binding: _Binding) -> None:
     """`qk` and `av` where there are two products, the second of the softmax's output; else numbered ones."""
     products = binding.module.products
     places = binding.places
@@ -278,7 +278,7 @@ def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tenso
 
 
 class FloatLinear(nn.Linear):
-    """A linear layer that stays in float: nobody calls it, or what it reads does not depend on the image."""
+    """A linear layer that stays in float: it is not called, or its input does not depend on the image."""
 
 
 class FloatConv2d(nn.Conv2d):
@@ -286,7 +286,7 @@ class FloatConv2d(nn.Conv2d):
 
 
 def _leave_in_float(model: nn.Module, seen: probe.Seen) -> None:
-    """Position biases made by a small network from coordinates, and layers whose weight is used behind their back."""
+    """Layers that compute position biases from coordinates, and layers whose weight is read without calling them."""
     for name, module in model.named_modules():
         if type(module) in _QUANTIZED and name not in seen.of_image:
             module.__class__ = FloatLinear if type(module) is nn.Linear else FloatConv2d
@@ -341,7 +341,7 @@ def _grids_of_sequences(model: Any, seen: probe.Seen, image: Tensor) -> list[tup
 
 
 def _block_of(model: nn.Module, name: str, seen: probe.Seen) -> str:
-    """The innermost member of a list of modules around an attention that gives something of each image."""
+    """The innermost member of a list of modules around an attention that has an output row for each image."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         parent = model.get_submodule(".".join(parts[: end - 1]))
@@ -381,13 +381,9 @@ def _reads_class_token(model: Any, last: Layer, image: Tensor) -> bool:
         kept.append(whole.detach().requires_grad_())
         return kept[0] if isinstance(output, Tensor) else (kept[0], *output[1:])
 
-    handle = model.get_submodule(last.block).register_forward_hook(cut)
-    try:
-        with torch.enable_grad():
-            outputs = model(image)
-            (gradient,) = torch.autograd.grad(outputs.square().sum(), kept[0])
-    finally:
-        handle.remove()
+    with model.get_submodule(last.block).register_forward_hook(cut), torch.enable_grad():
+        outputs = model(image)
+        (gradient,) = torch.autograd.grad(outputs.square().sum(), kept[0])
     return not bool(gradient[:, 1:].any())
 
 

@@ -1,7 +1,7 @@
-"""What a family says of a model; and where it may be rotated: its residual streams, with all that writes to them and
-reads from them, and its MLPs.
+"""How a family describes a model: its attention layers, its MLPs, and its residual streams with the layers that write
+to them and read from them.
 
-A family says so in its `streams(model)`: modules by name, so that whoever changes weights needs no family's names.
+`streams(model)` of a family gives names of modules, so that code which changes weights is independent of the family.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from maskaq.shapes import Layer
 
 @dataclass(frozen=True)
 class Exposed:
-    """What a family says of a model whose attention it has exposed."""
+    """Description of a model whose attention is exposed."""
 
     layers: tuple[Layer, ...]
     """Attention over patches of the image, first to last."""
@@ -27,9 +27,9 @@ class Exposed:
     last: tuple[str, ...]
     """The linear layers that the outputs come from; none where they are the pooled tokens."""
     outputs: int = 0
-    """How many numbers the model gives for an image."""
+    """Number of outputs for an image."""
     left_out: tuple[str, ...] = ()
-    """Attention that is quantized and no layer of the losses, and why."""
+    """Attention layers that are quantized but not used by the losses, and why."""
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[Layer]) -> "Exposed":
@@ -47,7 +47,7 @@ def _is_head(name: str) -> bool:
 
 
 MLPS = (Mlp, GluMlp, SwiGLU)
-"""Each multiplies by `fc2` what leaves its `norm`, mostly an Identity, whatever gates come before."""
+"""In each, `fc2` reads the output of `norm`, mostly an Identity, whatever gates come before."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ class Reader:
     layers: tuple[str, ...]
     norm: str = ""
     """Empty: they read the stream as it is."""
-    copies: int = 1
-    """Tokens side by side that the norm sees as one (the merging of patches)."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,17 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def outputs_again(model: nn.Module, image: Tensor, before: Any) -> list[Tensor]:
-    """What a model gives for an image, to compare with what another one gave before.
+    """A model's outputs for an image, to compare with the outputs `before` of another model.
 
-    A detector looks at the boxes that the other chose: equal but for rounding, it could choose others among equals.
+    A detector uses the boxes that the other chose: by rounding alone it could choose others among equal ones.
     """
     return tensors_of(model(image) if isinstance(before, Tensor) else model(image, before["boxes"]))
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of another."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def is_absent(module: Any) -> bool:

@@ -97,7 +97,7 @@ def streams(model: Any) -> tuple[Stream, ...] | str:
         readers = [reader for _, reader in branches]
         if i + 1 < len(model.layers):
             after = f"layers.{i + 1}.downsample"
-            readers.append(Reader((f"{after}.reduction",), f"{after}.norm", copies=4))
+            readers.append(Reader((f"{after}.reduction",), f"{after}.norm"))
         else:
             readers.append(Reader(("head.fc",), "norm"))
         writers = (*((start, "") for start in starts), *(writer for writer, _ in branches))

@@ -17,7 +17,7 @@ from maskaq.errors import CheckpointError, ModelError, first_line, unknown
 from maskaq.models import expose
 from maskaq.models.checkpoint import SUFFIXES
 from maskaq.models.hub import hub_or_cache
-from maskaq.models.names import embedding_width, supported_names
+from maskaq.models.names import embedding_width, record_of, supported_names, update_record_
 
 # Arguments of timm.create_model that choose weights: here that is the checkpoint's business alone.
 RESERVED = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
@@ -32,9 +32,8 @@ def create_timm(name: str, **kwargs: Any) -> nn.Module:
         model = _created(name, pretrained=False, **kwargs)
     except Exception as error:  # timm asserts, raises TypeError, RuntimeError and others for the same kind of mistake
         raise _unbuildable(name, kwargs, error) from error
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    if kwargs.get("num_classes") and embedding_width(record):  # a classifier was asked for: no CLIP image tower
-        model.pretrained_cfg = model.default_cfg = {**record, "tag": ""}
+    if kwargs.get("num_classes") and embedding_width(record_of(model)):  # a classifier was asked for: no CLIP tower
+        update_record_(model, tag="")
     return model
 
 
@@ -115,7 +114,7 @@ def _check_weights(name: str, args: dict[str, Any]) -> None:
 
 def _check_head(name: str, model: nn.Module, args: dict[str, Any]) -> None:
     """ModelError where timm dropped the trained head because another number of classes was asked for."""
-    trained = (getattr(model, "pretrained_cfg", None) or {}).get("num_classes")
+    trained = record_of(model).get("num_classes")
     asked = args.get("num_classes", trained)
     if asked and asked != trained:
         raise ModelError(
@@ -134,10 +133,9 @@ def _created(name: str, **kwargs: Any) -> Any:
             raise
         model = timm.create_model(name, **{key: value for key, value in kwargs.items() if key != "img_size"})
     if size is not None:
-        record: Any = getattr(model, "pretrained_cfg", None) or {}
         height, width = size if isinstance(size, tuple | list) else (size, size)
-        channels = (record.get("input_size") or (3, 0, 0))[0]
-        model.pretrained_cfg = model.default_cfg = {**record, "input_size": (channels, height, width)}
+        channels = (record_of(model).get("input_size") or (3, 0, 0))[0]
+        update_record_(model, input_size=(channels, height, width))
     return model
 
 

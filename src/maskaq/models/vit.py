@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import ModelError
 from maskaq.models.products import AttentionProducts
-from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent
+from maskaq.models.structure import Exposed, Reader, Stream, branch, is_absent, replace_module
 from maskaq.shapes import Layer
 
 ROOT = timm_vit.VisionTransformer
@@ -101,11 +101,10 @@ def expose_(model: Any, image: Tensor) -> Exposed:
     for index, block in enumerate(model.blocks):
         for name, module in list(block.named_modules()):
             if type(module) in ATTENTIONS:
-                parent, _, child = name.rpartition(".")
                 attention = ExposedAttention(module)
                 attention.prefix_tokens = model.num_prefix_tokens
                 attention.class_query = reads_class_token
-                setattr(block.get_submodule(parent), child, attention)
+                replace_module(block, name, attention)
                 layers.append(
                     Layer(
                         attention=f"blocks.{index}.{name}",

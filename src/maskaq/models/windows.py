@@ -1,7 +1,7 @@
 """timm's Swin as the backbone of a detector or a segmenter: four feature maps of images of any size.
 
 Such Swins were trained by mmdetection and mmsegmentation, which pad a feature map to whole windows and then shift it.
-timm shifts first, so that its windows, and its outputs, are others wherever a side is not a multiple of the window.
+timm shifts first, so its windows and outputs differ if a side is not a multiple of the window.
 """
 
 import inspect

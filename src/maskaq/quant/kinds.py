@@ -58,9 +58,3 @@ def layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
     """Name -> layer and kind, of all layers that can be quantized, in the model's order."""
     found = ((name, module, kind_of(module)) for name, module in model.named_modules())
     return {name: (module, kind) for name, module, kind in found if kind is not None}
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of another."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)

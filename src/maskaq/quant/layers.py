@@ -1,5 +1,8 @@
 """Quantized layers: subclasses that override only `forward`, built by `from_float`."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +19,19 @@ class QuantWeightMixin:
 
     def quantized_weight(self) -> Tensor:
         return self.weight_quantizer(self.weight) if self.held_weight is None else self.held_weight
+
+
+@contextmanager
+def holding(weights: Mapping[QuantWeightMixin, Tensor]) -> Iterator[None]:
+    """Context in which these layers use the given weights in place of their quantized ones."""
+    before = {layer: layer.held_weight for layer in weights}
+    try:
+        for layer, weight in weights.items():
+            layer.held_weight = weight
+        yield
+    finally:
+        for layer, earlier in before.items():  # of an outer context, or None
+            layer.held_weight = earlier
 
 
 class QuantLinear(QuantWeightMixin, nn.Linear):

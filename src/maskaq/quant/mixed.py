@@ -5,8 +5,8 @@ images. Bits then go where they save most, one layer at a time, until the averag
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from maskaq import randomness
 from maskaq.errors import RecipeError
 from maskaq.progress import Progress
+from maskaq.quant.evolution import evolved
 from maskaq.quant.kinds import layers
-from maskaq.quant.layers import QuantWeightMixin
+from maskaq.quant.layers import QuantWeightMixin, holding
 from maskaq.quant.plan import QuantPlan, has_own_bits
 from maskaq.quant.rotation import rotate_online_
 from maskaq.quant.twin import init_ranges_, quantized_twin
@@ -106,17 +107,10 @@ def measure_costs(
     return costs
 
 
-@contextmanager
-def _only(student: nn.Module, unrounded: nn.Module, layer: str) -> Iterator[None]:
+def _only(student: nn.Module, unrounded: nn.Module, layer: str) -> AbstractContextManager[None]:
     """Context in which the weights of one layer are quantized and all others are not."""
     others = {n: m for n, m in student.named_modules() if isinstance(m, QuantWeightMixin) and n != layer}
-    try:
-        for name, module in others.items():
-            module.held_weight = unrounded.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
-        yield
-    finally:
-        for module in others.values():
-            module.held_weight = None
+    return holding({module: unrounded.get_submodule(name).weight.detach() for name, module in others.items()})  # type: ignore[union-attr, operator]
 
 
 def allocate(costs: Costs, sizes: dict[str, int], budget: float) -> dict[str, int]:
@@ -150,23 +144,18 @@ def evolve(
 ) -> dict[str, int]:
     """Site -> width, by evolution from a start: never a larger cost, within the budget (after CLAMP-ViT).
 
-    A child has one width more of one layer and, where the budget asks for it, less of others; it replaces the worst.
+    A child has one layer at the next larger width and, where the budget asks for it, others at a smaller one.
     """
     names = sorted(start)
     root = randomness.image_keys(0, torch.arange(1))
     mutants = (_mutated(start, names, sizes, budget, randomness.fold(root, n)) for n in range(1, POPULATION))
     population = [(cost(found), found) for found in (start, *mutants)]
-    for cycle in range(CYCLES):
-        key = randomness.fold(root, f"cycle {cycle}")
-        lots = randomness.uniform(key, len(population))[0].argsort(stable=True)[:TOURNAMENT]
-        _, parent = min((population[n] for n in lots.tolist()), key=lambda found: found[0])
+
+    def child_of(parent: dict[str, int], key: Tensor) -> tuple[float, dict[str, int]] | None:
         child = _mutated(parent, names, sizes, budget, key)
-        if child in (known for _, known in population):
-            continue
-        worst = max(range(len(population)), key=lambda n: population[n][0])
-        if (value := cost(child)) < population[worst][0]:
-            population[worst] = (value, child)
-    return min(population, key=lambda found: found[0])[1]
+        return None if child in (known for _, known in population) else (cost(child), child)
+
+    return evolved(population, root, CYCLES, TOURNAMENT, child_of)[1]
 
 
 def _mutated(
@@ -189,7 +178,7 @@ def _next(bits: int, step: int) -> int:
 
 
 class _Together:
-    """Widths of all layers -> distance of P with all these weights quantized to P. Each width is quantized once."""
+    """Widths of all layers -> distance of P with all these weights quantized to P. Each width has one student."""
 
     def __init__(
         self,
@@ -208,16 +197,12 @@ class _Together:
     @torch.no_grad()
     def __call__(self, bits: dict[str, int]) -> float:
         student = self.students[max(WIDTHS)]
-        changed: list[QuantWeightMixin] = []
-        try:
-            for name, width in bits.items():
-                path = name.removesuffix(".weight")
-                layer, source = (model.get_submodule(path) for model in (student, self.students[width]))
-                assert isinstance(layer, QuantWeightMixin) and isinstance(source, QuantWeightMixin)
-                layer.held_weight = source.quantized_weight() if source.held_weight is None else source.held_weight
-                changed.append(layer)
+        weights: dict[QuantWeightMixin, Tensor] = {}
+        for name, width in bits.items():
+            path = name.removesuffix(".weight")
+            layer, source = (model.get_submodule(path) for model in (student, self.students[width]))
+            assert isinstance(layer, QuantWeightMixin) and isinstance(source, QuantWeightMixin)
+            weights[layer] = source.quantized_weight()
+        with holding(weights):
             found = self.task.run(student, self.images, self.expected)
-            return self.task.distance(self.expected, found).mean().item()
-        finally:
-            for used in changed:
-                used.held_weight = None
+        return self.task.distance(self.expected, found).mean().item()

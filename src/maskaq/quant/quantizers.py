@@ -56,8 +56,8 @@ class Quantizer(nn.Module):
         """Share of the batch in this micro-batch; keeps the LSQ gradient scale constant."""
         self.drop = 0.0
         """Probability that a value is left in float (QDrop); 1: all are."""
-        self.lots: Tensor | None = None
-        """(1,) the random key of the values that are."""
+        self.drop_key: Tensor | None = None
+        """(1,) the random key that decides which values."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.observed is not None:
@@ -67,8 +67,8 @@ class Quantizer(nn.Module):
             return x
         self._check_ready()
         values = self.fake_quantize(x)
-        if self.drop and self.lots is not None:
-            values = torch.where(randomness.uniform(self.lots, x.numel()).view(x.shape) < self.drop, x, values)
+        if self.drop and self.drop_key is not None:
+            values = torch.where(randomness.uniform(self.drop_key, x.numel()).view(x.shape) < self.drop, x, values)
         return values
 
     def fake_quantize(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Quantizer(nn.Module):
         return values.flatten(1) if self.site.channels else values.reshape(1, -1)
 
     def _seen(self, x: Tensor) -> Tensor:
-        """What is kept of an observed tensor: some of its values and, for relative errors, their weights."""
+        """A sample of an observed tensor's values and, for relative errors, their weights."""
         if self.site.range != "relative":
             return self.sample(x, _OBSERVED)[None]
         weights = ranges.importance(x, axis=-2 if self.site.slot == "b" else -1)
@@ -122,7 +122,7 @@ class Quantizer(nn.Module):
         self.set_range(values, self.site.range, percentile, *weights)
 
     def sample(self, x: Tensor, most: int, *others: Tensor) -> Tensor:
-        """About so many of an activation's values: (M,), or (heads, 1, M); with others, those before it: (2, ...)."""
+        """About `most` values of an activation: (M,), or (heads, 1, M); with `others` as well: (1 + others, ...)."""
         if not self.site.heads:
             return ranges.sample(x, most, *others)
         heads = zip(*(tensor.movedim(-3, 0) for tensor in (x, *others)), strict=True)
@@ -130,6 +130,7 @@ class Quantizer(nn.Module):
         return torch.stack(parts, dim=1 if others else 0)
 
     def _store(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Set scale and zero point to these values, in place."""
         self.scale.data.copy_(scale.reshape(self.scale.shape))
         self.zero_point.data.copy_(zero_point.reshape(self.zero_point.shape))
 

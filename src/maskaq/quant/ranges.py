@@ -127,8 +127,6 @@ def lsq(
     return step * low, step * high
 
 
-_SEARCHED_AT_ONCE = {"cpu": 1 << 18}  # values times candidates of one pass: what a CPU's cache holds, or a lot
-
 RANGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "minmax": minmax,
     "percentile": percentile,
@@ -149,7 +147,7 @@ def _least_error(
     else:
         scales, zero_points = affine(lows, highs, bits)
     codes = code_range(bits, signed=is_symmetric)
-    at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
+    at_once = _candidates_at_once(values)
     errors = torch.cat(
         [
             _mean_square(fake_quantize(values, s[..., None], z[..., None], *codes) - values, weights)
@@ -158,6 +156,12 @@ def _least_error(
     )
     best = errors.argmin(dim=0, keepdim=True)  # (1, C)
     return lows.gather(0, best)[0], highs.gather(0, best)[0]
+
+
+def _candidates_at_once(values: Tensor) -> int:
+    """How many candidates to try in one pass: on a CPU as many as its cache holds."""
+    numbers = 1 << 18 if values.device.type == "cpu" else 1 << 24
+    return max(1, numbers // values.numel())
 
 
 def _mean_square(error: Tensor, weights: Tensor | None) -> Tensor:
@@ -180,7 +184,7 @@ def log_grid(
     else:
         tops = RANGES[method](values, bits, False, percentile, weights)[1][None]
     scales = (tops / LARGEST_LEVEL).clamp(min=_SMALLEST_STEP)
-    at_once = max(1, _SEARCHED_AT_ONCE.get(values.device.type, 1 << 24) // values.numel())
+    at_once = _candidates_at_once(values)
     found = []
     for octaves in OCTAVES:
         levels = log_levels(bits, octaves).to(values.device)

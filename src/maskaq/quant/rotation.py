@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError, RecipeError, unknown
-from maskaq.models import expose, family_of, geometry
+from maskaq.models import expose, geometry, streams_of
 from maskaq.models.probe import probe_image
-from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, tensors_of
-from maskaq.quant.kinds import refuse_quantized, replace_module
+from maskaq.models.structure import Stream, is_absent, mlps, outputs_again, replace_module, tensors_of
+from maskaq.quant.kinds import refuse_quantized
 from maskaq.randomness import image_keys, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
 
@@ -233,8 +233,7 @@ class _Rotator:
 
         A norm's own scale and shift do not commute with R, so they go into the layers that read it.
         """
-        family = family_of(self.model)
-        streams = f"of a {type(self.model).__name__} is not known" if family is None else family.streams(self.model)
+        streams = streams_of(self.model)
         if isinstance(streams, str):
             self.left_out.append(f"residual: {streams}")
             return

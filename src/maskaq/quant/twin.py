@@ -1,16 +1,17 @@
 """The quantized twin Q of a teacher P: same modules under the same names, with quantizers at every linear map."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError
-from maskaq.models.structure import put_relu_
-from maskaq.quant.kinds import layers, refuse_quantized, replace_module
-from maskaq.quant.layers import QuantWeightMixin
+from maskaq.models.structure import put_relu_, replace_module
+from maskaq.quant.kinds import layers, refuse_quantized
+from maskaq.quant.layers import QuantWeightMixin, holding
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.quant.quantizers import Quantizer, make_quantizer
 from maskaq.quant.rotation import rotate_online_
@@ -67,7 +68,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
     try:
         for q in activations:
             q.observed = []
-        with _float_weights(student):
+        with holding({m: m.weight.detach() for m in student.modules() if isinstance(m, QuantWeightMixin)}):
             for part in images.split(batch):
                 student(part)
         for q in activations:
@@ -86,33 +87,22 @@ def frozen(student: nn.Module, weight_cache: dict[nn.Module, Tensor] | None = No
     """
     weight_cache = {} if weight_cache is None else weight_cache
     trained = [p for p in student.parameters() if p.requires_grad]
-    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
-    held = [layer.held_weight for layer in layers]  # by an outer `frozen`, or None
+    held: dict[QuantWeightMixin, Tensor] = {}
     try:
         student.requires_grad_(False)
-        for layer in layers:
-            weight = layer.quantized_weight().detach()
-            layer.held_weight = (
-                weight_cache[layer].copy_(weight) if layer in weight_cache else weight_cache.setdefault(layer, weight)
-            )
-        yield
+        for layer in student.modules():
+            if isinstance(layer, QuantWeightMixin):
+                weight = layer.quantized_weight().detach()
+                held[layer] = (
+                    weight_cache[layer].copy_(weight)
+                    if layer in weight_cache
+                    else weight_cache.setdefault(layer, weight)
+                )
+        with holding(held):
+            yield
     finally:
-        for layer, before in zip(layers, held, strict=True):
-            layer.held_weight = before
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-@contextmanager
-def _float_weights(student: nn.Module) -> Iterator[None]:
-    layers = [m for m in student.modules() if isinstance(m, QuantWeightMixin)]
-    try:
-        for layer in layers:
-            layer.held_weight = layer.weight.detach()
-        yield
-    finally:
-        for layer in layers:
-            layer.held_weight = None
 
 
 @contextmanager
@@ -126,6 +116,25 @@ def in_float(student: nn.Module) -> Iterator[None]:
     finally:
         for quantizer, drop in before.items():
             quantizer.drop = drop
+
+
+@torch.no_grad()
+def float_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch: int = 32) -> dict[str, list[Tensor]]:
+    """Layer -> each of its inputs for all images, while nothing is quantized."""
+    seen: dict[str, list[list[Tensor]]] = {name: [] for name in names}
+
+    def listener(name: str) -> Any:
+        return lambda module, inputs: seen[name].append([x.detach() for x in inputs])
+
+    handles = [student.get_submodule(name).register_forward_pre_hook(listener(name)) for name in seen]
+    try:
+        with in_float(student):
+            for part in images.split(batch):
+                student(part)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: [torch.cat(parts) for parts in zip(*calls, strict=True)] for name, calls in seen.items()}
 
 
 @torch.no_grad()

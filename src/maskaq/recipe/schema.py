@@ -1,9 +1,9 @@
 """The recipe: every setting of a run, its default, its meaning and its limits, each in one place.
 
 A recipe is a small TOML file of overrides over the defaults here; it may start from another (`extends = "paper"`).
-A table `alone` of a recipe holds only where the recipe is not laid over another.
-Names joined by + are laid over each other from left to right, above all that they extend: `quick+mimiq` is `paper`,
-`quick`, `mimiq`. So a budget and a method combine. `images:DIR`, the last of them, is a folder of real images.
+The table `alone` of a recipe applies only if the recipe is used on its own.
+`a+b` applies b on top of a, and both on top of what they extend: `quick+mimiq` is `paper`, then `quick`, then `mimiq`.
+So a budget and a method can be combined. `images:DIR`, as the last one, is a folder of real images.
 Unknown keys, wrong types and impossible values are errors that name the key and what is allowed.
 """
 
@@ -37,7 +37,7 @@ def setting(default: Any, doc: str, *, low: float | None = None, high: float | N
 
 
 STAGES = ("relu", "reparametrize", "search", "evolve", "reconstruct", "interleave", "calibrate", "correct")
-"""What fits the student, in this order: see `maskaq.calibrate`."""
+"""The stages of calibration, in the order in which they run: see `maskaq.calibrate`."""
 
 RANGES = ("minmax", "percentile", "mse", "relative", "best_percentile", "lsq")
 """How a first range is found: see `maskaq.quant.ranges`."""
@@ -50,8 +50,8 @@ TARGETS = ("cpu", "openvino", "symmetric")
 
 _IMAGES = "images:"
 _ALONE = "alone"
-"""The table of a recipe that holds only where it is not laid over another: a method's own budget and protocol."""
-_DEEPEST = 32  # recipes that extend each other
+"""The table of a recipe that applies only if the recipe is used on its own: a method's own budget and protocol."""
+_DEEPEST = 32  # levels of `extends`
 _TOO_DEEP = "expected settings in one or two tables, got values nested too deeply"
 _MOST_IMAGES = 10_000_000  # this and the next are upper bounds that catch typos
 _MOST_STEPS = 1_000_000
@@ -61,10 +61,10 @@ _LARGEST_WEIGHT = 1_000_000_000
 _LARGEST_CHANGE = 100
 
 _RENAMED_VALUES = {"synthesis.start": {"leaves": "dead_leaves"}}
-"""Dotted key -> old value -> its name today. Recipes and run folders that hold the old value still work."""
+"""Dotted key -> old value -> new value. Recipes and run folders with the old value still work."""
 
 _REMOVED = dict.fromkeys(("calibration.average", "calibration.float_weights", "calibration.terms.class_feature"), 0)
-"""Dotted key of a setting that is gone -> the value at which it did nothing, which older recipes may still hold."""
+"""Dotted key of a removed setting -> the value that switched it off, which older recipes may still contain."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +140,17 @@ class Quantization(_Table, path="quantization"):
     activation: str = setting("lsq", "activation quantizer, one per tensor")
     softmax: str = setting(
         "same",
-        "quantizer of the attention probabilities; same: as of all activations; log: integer levels in equal ratios",
+        "quantizer of the attention probabilities; same: that of all activations; log: integer levels in equal ratios",
     )
     weight_range: str = setting(
         "minmax",
-        "how weight ranges are found; minmax weights, whose range follows them, are cut to it at the start",
+        "how weight ranges are found; the quantizer minmax clips the weights to this range once, at the start",
         choices=[method for method in RANGES if method != "relative"],
     )
     activation_range: str = setting(
         "mse",
-        "how the first activation ranges are found; relative: mse where every vector that enters a dot product counts "
-        "the same, whatever its length",
+        "how the first activation ranges are found; relative: mse with equal weight for every vector that enters a dot "
+        "product, whatever its norm",
         choices=RANGES,
     )
     percentile: float = setting(
@@ -159,7 +159,7 @@ class Quantization(_Table, path="quantization"):
         low=0.5,
         high=1.0,
     )
-    range_images: int = setting(32, "images that set the first activation ranges", low=1)
+    range_images: int = setting(32, "images that the first activation ranges are found on", low=1)
     first_last: str = setting(
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",
@@ -167,7 +167,7 @@ class Quantization(_Table, path="quantization"):
     )
     scope: str = setting(
         "all",
-        "what is quantized: all; or the backbone, without neck, decoder and heads (of a classifier: without its head)",
+        "what is quantized: all; or the backbone, without neck, decoder and heads (in a classifier: without its head)",
         choices=("all", "backbone"),
     )
     target: str = setting(
@@ -184,14 +184,14 @@ class Quantization(_Table, path="quantization"):
     )
     mixed: str = setting(
         "greedy",
-        "how mixed:X chooses widths: greedy, by what each layer costs alone; evolve, from there on by evolution of all "
-        "widths together",
+        "how mixed:X chooses widths: greedy, by the cost of each layer alone; evolve, then by evolution of all widths "
+        "together",
         choices=("greedy", "evolve"),
     )
     mlp: str = setting(
         "same",
-        "what the student's MLPs have between their layers: same as the model, or relu in place of GELU, whose outputs "
-        "need no zero point; the stage relu fits them to it",
+        "activation function of the student's MLPs: same as the model's, or relu in place of GELU, whose outputs need "
+        "no zero point; the stage relu fits the MLPs to it",
         choices=("same", "relu"),
     )
     rule: tuple[Rule, ...] = setting(
@@ -228,21 +228,26 @@ class Mask(_Table, path="synthesis.mask"):
 class Generator(_Table, path="synthesis.generator"):
     """A conditional generator in place of free pixels (GDFQ and its followers)."""
 
-    steps: int = setting(0, "steps that train it; 0: no generator, free pixels", low=0, high=_MOST_STEPS)
-    latent: int = setting(100, "length of the latent vector; 0: that of a classifier weight", low=0, high=100_000)
+    steps: int = setting(0, "training steps of the generator; 0: no generator, free pixels", low=0, high=_MOST_STEPS)
+    latent: int = setting(
+        100, "length of the latent vector; 0: the width of the classifier's input", low=0, high=100_000
+    )
     channels: int = setting(128, "channels of its first layers; half as many in the last", low=2, high=4_096)
     batch: int = setting(16, "images per step", low=2)
     superpose: float = setting(
-        0.0, "probability that an image is of several classes, whose latent vectors are averaged", low=0.0, high=1.0
+        0.0,
+        "probability that an image is of several classes, with the average of their latent vectors",
+        low=0.0,
+        high=1.0,
     )
-    classes: int = setting(500, "how many they are then, at most", low=2, high=1_000_000)
+    classes: int = setting(500, "largest number of classes of such an image", low=2, high=1_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Synthesis(_Table, path="synthesis"):
     images: int = setting(10_000, "synthetic images", low=1, high=_MOST_IMAGES)
     steps: int = setting(
-        2_000, "optimiser steps for each image; 0: the images are what they start from", low=0, high=_MOST_STEPS
+        2_000, "optimiser steps for each image; 0: the start images themselves", low=0, high=_MOST_STEPS
     )
     start: str = setting(
         "noise",
@@ -261,7 +266,7 @@ class Synthesis(_Table, path="synthesis"):
     )
     views: str = setting(
         "jitter",
-        "what the models see of an image at a step: jittered (roll, flip, noise, colour), or a view of "
+        "what the models see of an image at a step: jitter (roll, flip, noise, colour), or a view with the settings of "
         "calibration.augment (simclr)",
         choices=("jitter", "simclr"),
     )
@@ -279,7 +284,7 @@ class Synthesis(_Table, path="synthesis"):
     colour: float = setting(1.0, "random channel shift in [-c, c] and scale in [exp(-c), exp(c)]", low=0.0, high=10)
     relabel: int = setting(
         100,
-        "of detectors and segmenters: steps after which the teacher says anew what a layout has become",
+        "detectors and segmenters: steps between two updates of an image's layout from the teacher's predictions",
         low=1,
         high=_MOST_STEPS,
     )
@@ -338,13 +343,13 @@ class Reconstruct(_Table, path="calibration.reconstruct"):
     )
     error: str = setting(
         "feature",
-        "what a block is fitted to: feature, what the classifier reads and the block's output; block, the output "
-        "alone; hessian, the output with the values that move the predictions most counting most",
+        "what a block is fitted to: feature, the input of the classifier and the block's output; block, the output "
+        "alone; hessian, the output weighted by how much each value changes the predictions",
         choices=("feature", "block", "hessian"),
     )
     rounding: str = setting(
         "straight",
-        "straight: weights are trained, gradients pass the rounding; adaround: each learns to be rounded up or down",
+        "straight: weights are trained with the straight-through estimator; adaround: learns to round each up or down",
         choices=("straight", "adaround"),
     )
     rounding_lr: float = setting(1e-3, "Adam's learning rate of adaround", low=0.0, high=_LARGEST_LR)
@@ -352,7 +357,7 @@ class Reconstruct(_Table, path="calibration.reconstruct"):
         0.01, "weight of adaround's pull to 0 or 1, after the first fifth of a block", low=0.0, high=_LARGEST_WEIGHT
     )
     drop: float = setting(
-        0.0, "probability that an activation of the block is left in float, value by value", low=0.0, high=0.99
+        0.0, "probability that a value of the block's activations stays in float (QDrop)", low=0.0, high=0.99
     )
 
 
@@ -360,11 +365,14 @@ class Reconstruct(_Table, path="calibration.reconstruct"):
 class Relu(_Table, path="calibration.relu"):
     """MLPs with ReLU in place of GELU, fitted to the model's one by one in float (APHQ-ViT)."""
 
-    images: int = setting(256, "images that they are fitted on, the first ones", low=1)
-    steps: int = setting(2_000, "optimiser steps of each", low=1, high=_MOST_STEPS)
-    lr: float = setting(4e-5, "Adam's learning rate at the start of each cosine", low=0.0, high=_LARGEST_LR)
+    images: int = setting(256, "number of synthetic images, the first ones, that the MLPs are fitted on", low=1)
+    steps: int = setting(2_000, "optimiser steps for each MLP", low=1, high=_MOST_STEPS)
+    lr: float = setting(4e-5, "Adam's learning rate at the start of each MLP's cosine", low=0.0, high=_LARGEST_LR)
     clip: float = setting(
-        0.99, "share of the positive values that a second pass keeps, cut above it: it counts twice", low=0.5, high=1.0
+        0.99,
+        "quantile of the positive values at which a second pass, which counts twice, clips them",
+        low=0.5,
+        high=1.0,
     )
 
 
@@ -373,9 +381,11 @@ class Evolve(_Table, path="calibration.evolve"):
     """Weight scales by evolution, block by block, without gradients (Evol-Q, CLAMP-ViT)."""
 
     passes: int = setting(10, "passes over the blocks, the deepest first", low=1, high=_MOST_STEPS)
-    cycles: int = setting(6, "children of a block in one pass; each replaces the worst", low=1, high=_MOST_STEPS)
-    population: int = setting(15, "candidates of a block", low=2, high=10_000)
-    tournament: int = setting(10, "candidates that a parent is the best of", low=1, high=10_000)
+    cycles: int = setting(
+        6, "children of a block in one pass; each replaces the worst candidate if it is better", low=1, high=_MOST_STEPS
+    )
+    population: int = setting(15, "number of candidates for a block", low=2, high=10_000)
+    tournament: int = setting(10, "candidates drawn at random, of which the best is the parent", low=1, high=10_000)
     spread: float = setting(1e-3, "largest change of a scale", low=0.0, high=_LARGEST_LR)
 
 
@@ -384,18 +394,18 @@ class Interleave(_Table, path="calibration.interleave"):
     """A generator and the student in turn, step by step (GDFQ and its followers)."""
 
     epochs: int = setting(400, "epochs of the generator and the student", low=1, high=_MOST_STEPS)
-    iterations: int = setting(200, "steps of each in an epoch", low=1, high=_MOST_STEPS)
-    warm_up: int = setting(50, "epochs, the first ones, of the generator alone", low=0, high=_MOST_STEPS)
+    iterations: int = setting(200, "steps of the generator and of the student in an epoch", low=1, high=_MOST_STEPS)
+    warm_up: int = setting(50, "number of first epochs in which only the generator is trained", low=0, high=_MOST_STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(_Table, path="calibration"):
     stages: tuple[str, ...] = setting(
         ("calibrate",),
-        "what fits the student in turn, a list: relu fits MLPs to their ReLU, reparametrize moves scales from "
-        "activations to weights, search looks for ranges layer by layer, evolve for weight scales, reconstruct takes "
-        "block after block, interleave trains a generator beside the student, calibrate fits all blocks at once, "
-        "correct adjusts biases",
+        "the stages that fit the student, a list: relu fits MLPs to their ReLU, reparametrize moves scales from "
+        "activations to weights, search finds ranges layer by layer, evolve searches weight scales, reconstruct fits "
+        "one block after another, interleave trains a generator and the student in turn, calibrate fits all blocks at "
+        "once, correct adjusts biases",
         choices=STAGES,
     )
     relu: Relu = field(default_factory=Relu)
@@ -404,17 +414,17 @@ class Calibration(_Table, path="calibration"):
     interleave: Interleave = field(default_factory=Interleave)
     epochs: int = setting(200, "passes over the synthetic images", low=0, high=_MOST_STEPS)
     batch: int = setting(16, "images per step", low=1)
-    optimizer: str = setting("sgd", "sgd is with Nesterov momentum", choices=("sgd", "adamw"))
+    optimizer: str = setting("sgd", "sgd uses Nesterov momentum", choices=("sgd", "adamw"))
     lr: float = setting(1e-3, "learning rate at the start of the cosine", low=0.0, high=_LARGEST_LR)
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     pace: str = setting(
         "fixed",
-        "fixed: lr as it is; error: times the relative error of the student's blocks before the first step, if below "
-        "1, so that a student near the teacher takes small steps (not in the paper)",
+        "fixed: lr; error: lr times the relative error of the student's blocks before the first step, at most 1, so "
+        "that a student close to the teacher takes small steps (not in the paper)",
         choices=("fixed", "error"),
     )
     momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)
-    weight_decay: float = setting(0.0, "weight decay, of weights only", low=0.0, high=_LARGEST_LR)
+    weight_decay: float = setting(0.0, "weight decay, for weights only", low=0.0, high=_LARGEST_LR)
     range_lr: float = setting(
         1.0, "learning rate of the quantizers' scales and zero points, as a multiple of lr", low=0.0, high=1_000_000
     )
@@ -481,8 +491,8 @@ class Recipe(_Table, path=""):
 
     @property
     def stages(self) -> dict[str, range]:
-        """The stages that fit the student, each with its epochs: they are numbered through."""
-        lengths = dict.fromkeys(STAGES, 1) | {  # those without a setting are done in one pass
+        """Each stage with its epochs, which are numbered consecutively over all stages."""
+        lengths = dict.fromkeys(STAGES, 1) | {  # stages without a setting take one pass
             "evolve": self.calibration.evolve.passes,
             "reconstruct": self.calibration.reconstruct.epochs,
             "interleave": self.calibration.interleave.epochs,
@@ -495,19 +505,19 @@ class Recipe(_Table, path=""):
         return found
 
     def stage_of(self, epoch: int) -> str:
-        """The stage that an epoch belongs to; what is beyond all of them, to the last."""
+        """The stage that an epoch belongs to; the last stage for epochs beyond all of them."""
         return next((stage for stage, epochs in self.stages.items() if epoch in epochs), self.calibration.stages[-1])
 
     @property
     def epochs(self) -> int:
-        """Of all stages."""
+        """Number of epochs of all stages."""
         return list(self.stages.values())[-1].stop
 
     @property
     def rounds(self) -> list[range]:
         """The epochs between two syntheses: one range for each round of Algorithm 1.
 
-        Stages before and behind `calibrate` belong to the first and the last round: only its images are refreshed.
+        Stages before and after `calibrate` belong to the first and the last round: only its images are refreshed.
         """
         epochs = self.epochs
         calibrate = self.stages.get("calibrate", range(epochs, epochs))
@@ -575,7 +585,7 @@ def recipe_from_dict(tree: Mapping[str, Any]) -> Recipe:
 def up_to_date(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored recipe (`to_dict`) as this version writes it: missing settings filled in, renamed values replaced.
 
-    Settings that are gone are left out where they did nothing. Other keys that this version does not know stay.
+    Removed settings that were switched off are dropped. Other keys that this version does not know are kept.
     """
     filled: dict[str, Any] = _filled(_without_removed(tree), to_dict(Recipe()), "")
     return filled
@@ -612,9 +622,9 @@ def _parts(text: str) -> list[str]:
 
 
 def _layers(names: Iterable[str], seen: tuple[str, ...], alone: bool = True) -> dict[str, dict[str, Any]]:
-    """Name -> settings of the recipes to lay over each other, bottom up: what the named ones extend, then they.
+    """Name -> settings of the recipes to apply, in this order: first what the named ones extend, then they themselves.
 
-    A folder of images is no budget: a method that is given one is still alone.
+    A folder of images is no budget: with one, a method is still used on its own.
     """
     below: dict[str, dict[str, Any]] = {}
     named: dict[str, dict[str, Any]] = {}
@@ -719,7 +729,7 @@ def _from_plain(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
 
 
 def _check(value: Any, hint: Any, spec: Any, dotted: str) -> Any:
-    """The value in the type of its field; RecipeError, with the key and what is allowed, if it does not fit."""
+    """The value as the type of its field; RecipeError, with the key and what is allowed, if it does not fit."""
     limits = spec.metadata
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, hint):  # type: ignore[arg-type]
@@ -786,7 +796,7 @@ def _renamed(value: Any, dotted: str) -> Any:
 
 
 def _without_removed(tree: Any, path: str = "") -> Any:
-    """The settings without those that are gone, where they have the value at which they did nothing."""
+    """The settings without removed ones that have the value that switched them off."""
     if not isinstance(tree, Mapping):
         return tree
     kept = {key: (value, _join(path, str(key))) for key, value in tree.items()}

@@ -5,8 +5,7 @@ This happens once, at the end of a run, while its models are in memory: later th
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,14 @@ from maskaq.models.structure import tensors_of
 from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.inspection import inspect_model
+from maskaq.quant.kinds import layers
 from maskaq.quant.layers import QuantMatmul, QuantWeightMixin
 from maskaq.quant.plan import plan_of
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import frozen, quantizers
+from maskaq.quant.twin import frozen, in_float, quantizers
 from maskaq.recipe.schema import Recipe
 from maskaq.report.information import Figure, information_report, theorem_2_report
+from maskaq.schedules import spread
 from maskaq.shapes import Geometry
 from maskaq.storage import files
 from maskaq.storage.runfolder import QUANTIZED, RunFolder
@@ -52,7 +53,6 @@ SMALL_SIDE = 112  # px where there are many more: rounds, trajectories
 _ROUNDS = 8  # at most so many rounds are shown
 _VALUES = 1 << 16  # values of one activation that its site is judged by
 _BATCH = 32
-_SLOTS = ("weight_quantizer", "input_quantizer", "a_quantizer", "b_quantizer")
 
 Facts = dict[str, Any]
 
@@ -163,13 +163,13 @@ def seconds_per_pass(student: nn.Module) -> float:
     """Seconds of a forward pass of the student per image, measured on a few images."""
     device = next(student.parameters()).device
     spec = geometry(student)
-    few = 4
-    images = torch.zeros(few, spec.channels, *spec.image_size, device=device)
+    count = 4
+    images = torch.zeros(count, spec.channels, *spec.image_size, device=device)
     with frozen(student):
         for _ in range(2):  # the first pass sets up
             began = time.monotonic()
             tensors_of(student(images))[0].sum().item()
-    return (time.monotonic() - began) / few
+    return (time.monotonic() - began) / count
 
 
 def write(folder: str | Path, collected: Collected) -> None:
@@ -258,13 +258,6 @@ def thumbnails(images: Tensor, side: int) -> Tensor:
         return images.clone()
     small = F.interpolate(to_pixels(images), scale_factor=factor, mode="bilinear", antialias=True)
     return to_bytes(small)
-
-
-def spread(items: Sequence[int], count: int) -> list[int]:
-    """At most so many items, evenly spaced, with the first and the last."""
-    if len(items) <= count:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 # ---- predictions and attention
@@ -482,34 +475,16 @@ def _sensitivity(ptq: nn.Module, images: SyntheticSet, expected: Outputs, progre
         return {"layer": name, "kl": max(0.0, distance.item()), "agreement": agreement.item()}
 
     rows = [row("all")]
-    with _in_float(ptq) as layers:
-        for name, slots in layers.items():
-            module = ptq.get_submodule(name)
-            for slot, quantizer in slots.items():
-                setattr(module, slot, quantizer)
-            rows.append(row(name))
-            for slot in slots:
-                setattr(module, slot, nn.Identity())
+    with in_float(ptq):
+        for name, (layer, _) in layers(ptq).items():
+            own = [part for part in layer.children() if isinstance(part, Quantizer)]
+            for quantizer in own:
+                quantizer.drop = 0.0
+            if own:
+                rows.append(row(name))
+            for quantizer in own:
+                quantizer.drop = 1.0
     return rows
-
-
-@contextmanager
-def _in_float(student: nn.Module) -> Iterator[dict[str, dict[str, Quantizer]]]:
-    """The student without its quantizers; gives them, by layer and slot."""
-    layers = {
-        name: {slot: getattr(module, slot) for slot in _SLOTS if isinstance(getattr(module, slot, None), Quantizer)}
-        for name, module in student.named_modules()
-        if isinstance(module, QuantWeightMixin | QuantMatmul)
-    }
-    try:
-        for name, slots in layers.items():
-            for slot in slots:
-                setattr(student.get_submodule(name), slot, nn.Identity())
-        yield {name: slots for name, slots in layers.items() if slots}
-    finally:
-        for name, slots in layers.items():
-            for slot, quantizer in slots.items():
-                setattr(student.get_submodule(name), slot, quantizer)
 
 
 def information(teacher: Seen, student: Seen, labels: Tensor) -> dict[str, Facts] | None:

@@ -299,13 +299,14 @@ def information_report(
     else:
         what = f"Delta_r(eps), Theorem 1's upper bound on the gap. Only below eps = {useful:.4f} could it say anything."
         theorem = Figure(bound, bounded(what, bound))
-    few = " There are too few images to tell information from chance." if chances[0] > 0.5 * teacher.plug_in else ""
+    warning = " There are too few images to tell information from chance." if chances[0] > 0.5 * teacher.plug_in else ""
     summary = (
         f"On these {n} synthetic images the quantized model's predictions carry {student.corrected:.3f} nats about the "
-        f"label, the full-precision model's {teacher.corrected:.3f}: plug-in estimates, corrected to first order.{few} "
-        "The bounds limit the gap on these very images, where it is measured too and no larger. Nothing here is about "
-        "real images, nor about being right: classes that are always confused lose no information. Regions "
-        f"are clusters, coarser than the regions themselves; finer ones can raise eps_joint, up to {eps_image:.3f}."
+        f"label, the full-precision model's {teacher.corrected:.3f}: plug-in estimates, corrected to first order."
+        f"{warning} The bounds limit the gap on these very images, where it is measured too and no larger. Nothing "
+        "here is about real images, nor about being right: classes that are always confused lose no information. "
+        "Regions are clusters, coarser than the regions themselves; finer ones can raise eps_joint, up to "
+        f"{eps_image:.3f}."
     )
     return {
         "summary": Figure(None, summary),
@@ -384,15 +385,16 @@ def theorem_2_report(
     gap = abs(z_s.plug_in - z_r.plug_in)
     bound = delta_s(eps, *sizes[:2]) + xi + delta_a(eps, sizes[2], sizes[1]) if eps <= 0.5 else math.inf
     limit = math.log(min(sizes[:2]))
-    told = "Delta_s + xi + Delta_a (Eq. 25), the upper bound that Theorem 2 gives for the gap"
+    what = "Delta_s + xi + Delta_a (Eq. 25), the upper bound that Theorem 2 gives for the gap"
     if math.isinf(bound):
-        figure = Figure(None, f"{told}: it asks for eps_s of at most 1/2, and it is {eps:.3f}.")
+        figure = Figure(None, f"{what}: it asks for eps_s of at most 1/2, and it is {eps:.3f}.")
     else:
-        what = f"{told}; no two differ by more than {limit:.3f}, and the theorem is not true as it stands."
-        figure = Figure(bound, what)
-    few = min(n, m) / len(common)
+        figure = Figure(
+            bound, f"{what}; no two differ by more than {limit:.3f}, and the theorem is not true as it stands."
+        )
+    per_label = min(n, m) / len(common)
     about = f"Theorem 2 on {n} synthetic and {m} real images of {len(common)} labels that both have"
-    if few < 2:
+    if per_label < 2:
         about += ": fewer than two images per label in one of them, so information about labels is mostly chance"
     return {
         "theorem_2_images": Figure(n + m, f"{about}."),

@@ -15,8 +15,9 @@ from torch import Tensor
 import maskaq
 from maskaq.errors import DependencyError
 from maskaq.report import record as records_of
-from maskaq.report.collect import SMALL_SIDE, finite, spread, thumbnails
+from maskaq.report.collect import SMALL_SIDE, finite, thumbnails
 from maskaq.report.record import Record
+from maskaq.schedules import spread
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN, share_recovered
 
 try:

@@ -9,9 +9,9 @@ from typing import Any
 from maskaq.calibrate.handover import WHICH, Handover
 from maskaq.errors import RunFolderError
 from maskaq.images.sets import Trajectory
-from maskaq.images.synthesis import cosine
 from maskaq.recipe.schema import Recipe, recipe_from_dict, to_dict
 from maskaq.report.collect import Collected
+from maskaq.schedules import cosine
 from maskaq.storage import files
 from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, TRAJECTORY_FILE, RunFolder, dotted
 from maskaq.tasks import CALIBRATED, TASKS, Task

@@ -1,8 +1,8 @@
 """Several recipes on one model, side by side: runs what is not there yet, one row after another, and measures each.
 
 A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl what it
-gave. A row with a line is not run again, but measured on folders of images that it has not been on. Several processes,
-on any machines that see it, may share one OUT: a row is leased to one of them.
+gave. A row with a line is not run again, but evaluated on folders of images where it has not been evaluated. Several
+processes, on any machines that see it, may share one OUT: each row is leased to one of them.
 """
 
 import json
@@ -321,9 +321,10 @@ class Comparison:
         found = {key: getattr(line, key) for key in asked}
         if odd := [key for key in asked if found[key] != asked[key]]:
             what = "full-precision model" if odd[0] == "quantized" else odd[0]
+            there, here = (_in_words(side[odd[0]]) for side in (found, asked))
             raise RecipeError(
-                f"{self.file}: {row.name} is of another {what}, {_told(found[odd[0]])}, and {_told(asked[odd[0]])} is "
-                "asked for: give the row another name, or choose another --out"
+                f"{self.file}: {row.name} was run with another {what}, {there} instead of {here}: give the row another "
+                "name, or choose another --out"
             )
 
     @torch.no_grad()
@@ -413,8 +414,8 @@ def _spent(folder: Path) -> float:
     return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
 
 
-def _told(value: Any) -> str:
-    """A setting in a message."""
+def _in_words(value: Any) -> str:
+    """A setting as text for a message."""
     return ", ".join(f"{key} {short(x)}" for key, x in value.items()) if isinstance(value, dict) else repr(value)
 
 

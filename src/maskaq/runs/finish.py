@@ -1,6 +1,5 @@
 """The end of a run: compare the student with its start, save the better one, keep what a report needs."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.report import collect
 from maskaq.runs.arguments import up_to_date_identity
-from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder
+from maskaq.storage.runfolder import METRICS_FILE, QUANTIZED, RunFolder, is_run
 
 
 def is_finished(folder: str | Path, identity: Mapping[str, Any], keep: str | None = None) -> bool:
-    """Whether a folder holds the finished model of this very run, and the one that `keep` asks for, if it is given.
+    """Whether a folder holds the finished model of exactly this run, and the one that `keep` selects, if given.
 
     RunFolderError if the folder holds another run.
     """
-    if not os.path.exists(os.path.join(folder, "run.json")):
+    if not is_run(folder):
         return False
     RunFolder.check(folder, identity, up_to_date_identity)
     run = RunFolder.read(folder)

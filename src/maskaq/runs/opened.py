@@ -48,11 +48,11 @@ class OpenedRun:
     source: dict[str, Any]
     """Name, arguments and checkpoint of the model, as `maskaq.load_model` takes them."""
     keep: str = "better"
-    """Which model the run was last asked to hand over."""
+    """`keep` of the latest command of the run."""
     task: str = "classification"
     """What the model is for, as the run took it."""
     known_teacher: nn.Module | None = field(default=None, repr=False, compare=False)
-    """The teacher in the common form, where the caller has it and knows it for the run's: it is not loaded again."""
+    """The exposed teacher, if the caller has it and knows that it is the run's: then it is not loaded again."""
 
     def load_teacher(self) -> nn.Module:
         """The full-precision model that the source names, without a check of its weights."""

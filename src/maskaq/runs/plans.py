@@ -1,6 +1,5 @@
 """The quantization plan of a run: made from its recipe, or read from its folder."""
 
-import os
 from pathlib import Path
 
 from torch import nn
@@ -10,7 +9,7 @@ from maskaq.progress import Progress
 from maskaq.quant.mixed import choose_bits
 from maskaq.quant.plan import QuantPlan, build_plan
 from maskaq.recipe.schema import Recipe
-from maskaq.storage.runfolder import RunFolder
+from maskaq.storage.runfolder import RunFolder, is_run
 from maskaq.tasks import task_of
 
 _MEASURED_ON = 16  # images that widths of mixed precision are chosen on
@@ -27,7 +26,7 @@ def make_plan(teacher: nn.Module, recipe: Recipe, seed: int = 0, progress: Progr
 
 def plan_of_run(folder: str | Path) -> QuantPlan | None:
     """The plan that a run in this folder began with; None if there is none yet."""
-    if not os.path.exists(os.path.join(folder, "run.json")):
+    if not is_run(folder):
         return None
     found = RunFolder.read(folder).plan
     return None if found is None else QuantPlan.from_dict(found)

@@ -19,7 +19,7 @@ from maskaq.storage.runfolder import RunFolder
 
 
 def pick_device(device: str | torch.device | None = None) -> torch.device:
-    """The asked device, or CUDA where there is one; of several processes on a machine, each takes another GPU."""
+    """The requested device, by default CUDA if available; under torchrun each process takes another GPU."""
     if device is None or str(device) == "cuda":
         device = ranks.local_device() or device
     try:

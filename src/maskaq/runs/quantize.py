@@ -42,13 +42,13 @@ from maskaq.runs.rounds import PATIENCE, fit, restore
 from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, Worker, check_shared
-from maskaq.storage.runfolder import RunFolder
+from maskaq.storage.runfolder import RunFolder, is_run
 
 __all__ = ["Result", "noise", "quantize"]
 
 _STAGES = (Rectifier, Reparametrizer, Searcher, Evolver, Reconstructor, Interleaver, Calibrator, Corrector)
 STAGES: dict[str, Callable[..., Stage]] = {stage.name: stage for stage in _STAGES}
-"""By the names that `calibration.stages` has for them."""
+"""Name in `calibration.stages` -> stage."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,19 @@ def quantize(
 ) -> Result:
     """Quantize a model without data into the run folder `out`. The same call again continues where it stopped.
 
-    Under torchrun all its processes call this together, and each comes back with the result.
+    Under torchrun every process calls this, and each returns the result.
 
     Args:
         recipe: a Recipe, or the name or file of one.
         bits: wXaY, in place of the recipe's.
-        source: what the model is (name, arguments, checkpoint), written down so that `out` can be evaluated later.
+        source: name, arguments and checkpoint of the model, recorded so that `out` can be evaluated later.
         only_images: stop after the first round of synthesis.
         forecast: report an estimate of the total time to `progress`, from a few timed steps.
-        fast: False uses the plain engine (eager, float32); by default the fast engine runs where it can.
-        keep: `better` hands over the start of calibration where that is the better model on synthetic images that
-            calibration did not see; `last` hands over the last epoch's in any case.
-        report: measure what a report needs, at the end.
-        lease: seconds after which other workers make the images that this process has begun, when it is gone.
+        fast: False uses the reference engine (eager, float32); by default the fast engine is used where it works.
+        keep: `better` saves the model from before calibration if that is better on synthetic images that calibration
+            did not see; `last` always saves the model of the last epoch.
+        report: measure at the end what a report needs.
+        lease: seconds after which other workers take over the images of this process if it dies.
         part: images that a worker claims and makes together; default: what is fastest on one GPU, up to 256.
     """
     if not isinstance(recipe, Recipe):
@@ -123,9 +123,9 @@ def quantize(
         teacher = rotate(teacher, recipe.quantization.rotate).to(device)
         for reason in rotated(teacher).left_out if ranks.leads else ():
             progress.note(f"not rotated: {reason}")
-        if (few := geometry(teacher).left_out) and recipe.data_free and ranks.leads:
-            progress.note(f"{len(few)} attentions are quantized and left out of the losses on attention maps: {few[0]}")
-        with ranks.leader_first():  # it writes down what the run is
+        if (unused := geometry(teacher).left_out) and recipe.data_free and ranks.leads:
+            progress.note(f"{len(unused)} attention layers are left out of the losses on attention maps: {unused[0]}")
+        with ranks.leader_first():  # it writes run.json
             engine = pick_engine(device, fast, progress)
             job = _Job.prepare(teacher, recipe, out, seed, progress, engine, ranks)
             about = describe_run(teacher, source, job.engine) | {"data_free": recipe.data_free, "keep": keep}
@@ -199,7 +199,7 @@ class _Job:
     ranks: Ranks
     source: ImageSource
     stages: dict[str, Stage]
-    """What fits the student, by name, in turn."""
+    """Name -> stage, in the order in which they run."""
 
     @classmethod
     def prepare(
@@ -212,7 +212,7 @@ class _Job:
         engine: Engine,
         ranks: Ranks = ALONE,
     ) -> "_Job":
-        """The student with its first ranges, where its images come from, and the stages that fit it."""
+        """The student with its first ranges, its image source, and the stages that fit it."""
         plan = plan_of_run(out) or make_plan(teacher, recipe, seed, progress)
         if ranks.leads:
             student = first_student(teacher, recipe, plan, seed)
@@ -263,7 +263,7 @@ def _trained(model: nn.Module) -> nn.Module:
 
 def check_folder(recipe: Recipe, out: str | Path) -> None:
     """DataError for a folder of images that a new run cannot use: before anything is written."""
-    if not recipe.data_free and not Path(out, "run.json").exists():
+    if not recipe.data_free and not is_run(out):
         image_files(recipe.synthesis.folder, recipe.synthesis.images)
 
 

@@ -18,7 +18,7 @@ from maskaq.runs.provenance import check_alike, pick_device, surroundings
 from maskaq.runs.sources import image_source
 from maskaq.runs.torch_modes import own_torch_modes
 from maskaq.storage.leases import SECONDS, check_shared
-from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
+from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard, is_run
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -36,12 +36,12 @@ def work(
 ) -> int:
     """Make images of a run, beside the process that leads it and any number of others; how many shards were made.
 
-    Comes back when the run is finished. A worker may begin late, be stopped or be killed at any time.
+    Returns when the run is finished. A worker may start late, be stopped or be killed at any time.
 
     Args:
-        lease: seconds after which others make what this process has begun, when it is gone.
-        wait: seconds without work, and without a process that leads the run, after which it comes back all the same.
-        any_device: work on another kind of device, too: its images differ from the leader's in their last bits.
+        lease: seconds after which other workers take over the images of this process if it dies.
+        wait: seconds without work and without a leader after which it returns although the run is not finished.
+        any_device: also work on another kind of device, whose images differ from the leader's in their last bits.
     """
     progress = progress or Progress()
     opened = run if isinstance(run, OpenedRun) else open_run(run)
@@ -59,14 +59,14 @@ def work(
 def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> None:
     """Wait until a run has begun, at most so long: a worker may be started before the process that leads it."""
     until = time.monotonic() + seconds
-    if not Path(run, "run.json").exists():
+    if not is_run(run):
         tell(f"waiting for {run} to begin")
-    while not Path(run, "run.json").exists() and time.monotonic() < until:
+    while not is_run(run) and time.monotonic() < until:
         time.sleep(min(SECONDS_BETWEEN_LOOKS, max(0.0, until - time.monotonic())))
 
 
 class _Helper:
-    """The models of a run, and the one thing they are good for here: its images."""
+    """Makes images of a run that another process leads."""
 
     def __init__(
         self,

@@ -33,7 +33,11 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @contextmanager
 def explained(path: Path, needed: int = 4096) -> Iterator[None]:
-    """Turns an OSError of the block into a message that says what to do; a new folder needs a block of 4096 bytes."""
+    """Context that turns an OSError into a message that says what to do.
+
+    Args:
+        needed: bytes to be written; a new folder takes 4096.
+    """
     try:
         yield
     except OSError as error:
@@ -59,7 +63,7 @@ class DamagedError(RunFolderError):
 
 
 def short(value: Any) -> Any:
-    """A SHA-256 digest cut to what tells it from another one at a glance; anything else as it is."""
+    """A SHA-256 digest cut to its first digits, for messages; anything else unchanged."""
     return f"{value[:12]}..." if isinstance(value, str) and _SHA256.fullmatch(value) else value
 
 
@@ -67,7 +71,7 @@ def write_bytes_atomic(path: str | Path, data: bytes, replace: bool = True) -> b
     """Puts data at path, durably: whatever happens, path holds its old content or all of the new.
 
     Args:
-        replace: False leaves a file that is there, and tells so: of several who write it, the first one wins.
+        replace: False keeps an existing file and returns False: of several writers the first one wins.
     """
     path = Path(path)
     temp = path.with_name(f".{path.name}.{writer()}.tmp")
@@ -240,12 +244,14 @@ def read_regular(path: Path) -> bytes:
     """The bytes of a regular file. OSError for a symbolic link, which is not followed, and for a pipe or a device."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, _FOLDER if stat.S_ISDIR(mode) else _ODD_FILE)
+        raise OSError(errno.EINVAL, _FOLDER if stat.S_ISDIR(mode) else _NOT_A_FILE)
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
         return file.read()
 
 
-_ODD_FILE = "it is a symbolic link, a pipe or a device: expected the file itself (`cp -rL` copies what links point to)"
+_NOT_A_FILE = (
+    "it is a symbolic link, a pipe or a device: expected the file itself (`cp -rL` copies what links point to)"
+)
 _FOLDER = "it is a folder: expected a file"
 
 
@@ -259,7 +265,7 @@ def own_path(root: Path, name: str) -> Path:
         except OSError:  # not there, so there is nothing to follow
             break
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise RunFolderError(f"{path} is not used: {_ODD_FILE}")
+            raise RunFolderError(f"{path} is not used: {_NOT_A_FILE}")
     return root / name
 
 
@@ -388,7 +394,7 @@ def misfit(value: Any, form: Any, key: str = "") -> str:
 
 
 def lines_of(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object per line; none if it is not there. A kill may have cut the last."""
+    """The objects of a file with one JSON object per line, without a last line cut by a kill; none without the file."""
     found = []
     for line in read_regular(Path(path)).decode(errors="replace").splitlines() if os.path.exists(path) else ():
         try:

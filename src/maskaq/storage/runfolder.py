@@ -69,10 +69,15 @@ TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
 """Snapshots of the optimisation of one image of a round."""
 
 # What a run killed before its run.json was in place may have left behind.
-_UNBORN = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+(\.[0-9a-f-]+)?\.tmp")
+_LEFTOVERS = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+(\.[0-9a-f-]+)?\.tmp")
 _ORDER = "images/round_{round:02}/order.json"
 _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
+
+
+def is_run(folder: str | Path) -> bool:
+    """Whether a run has begun in a folder; `RunFolder.read` checks that it is sound."""
+    return os.path.exists(os.path.join(folder, "run.json"))
 
 
 Update = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
@@ -168,7 +173,7 @@ def _check_ours(root: Path) -> None:
     """Raises if root exists and is not a run folder; changes nothing in it."""
     with explained(root):
         names = os.listdir(root) if root.is_dir() else ["a file"] if root.exists() else []
-    if "run.json" not in names and not all(_UNBORN.fullmatch(name) for name in names):
+    if "run.json" not in names and not all(_LEFTOVERS.fullmatch(name) for name in names):
         raise RunFolderError(f"{root} exists and is not a run folder: choose another --out")
 
 
@@ -273,7 +278,7 @@ class RunFolder:
         """The quantization plan that the run began with; None in folders of 0.1.0."""
         self.facts: dict[str, Any] = run["facts"]
         self.latest_facts: dict[str, Any] = [run["facts"], *run.get("resumed", [])][-1]
-        """Of the call that last continued the run."""
+        """Those of the latest call that continued the run."""
         sources = [facts.get("source") for facts in (run["facts"], *run.get("resumed", []))]
         self.source: dict[str, Any] | None = next((source for source in reversed(sources) if source), None)
         """What the model is and where its weights were when the run was last continued."""
@@ -331,7 +336,7 @@ class RunFolder:
             patience: seconds to wait for the run to begin, or for this machine to see that it has.
         """
         until = time.monotonic() + patience
-        while not Path(path, "run.json").exists() and time.monotonic() < until:
+        while not is_run(path) and time.monotonic() < until:
             time.sleep(min(1.0, patience))
         run = cls.read(path)
         _check_format(run.root, {"format": run.format})
@@ -459,7 +464,7 @@ class RunFolder:
         return write_bytes_atomic(self._ours(_shard_name(round_index, shard), joined=True), sealed, replace)
 
     def shard_sign(self, round_index: int, shard: int) -> tuple[int, ...] | None:
-        """Something that changes when a shard does; None if it is not there."""
+        """A value that changes when the shard's file does; None if there is no file."""
         try:
             found = self.path(_shard_name(round_index, shard)).stat()
         except OSError:

@@ -5,7 +5,7 @@ standard error that comes from which images were measured.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,20 +199,6 @@ class Instances:
         return library.COCO(
             {"images": self.images, "categories": categories, "annotations": [dict(entry) for entry in entries]}
         )
-
-
-def average_precision(
-    found: Iterable[Mapping[str, Tensor]],
-    truths: Iterable[Mapping[str, Tensor]],
-    sizes: Iterable[tuple[int, int]],
-    classes: int,
-    of: str = "boxes",
-) -> Precision:
-    """COCO's average precision of `boxes` or `masks`, from what `Instances.add` takes, image by image."""
-    instances = Instances(classes)
-    for image in zip(found, truths, sizes, strict=True):
-        instances.add(*image)
-    return instances.precision(of)
 
 
 def _matched(library: Any, truths: Any, detections: Any, kind: str) -> Any:

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from maskaq.artifact.export.targets import check_grids, check_options
+from maskaq.artifact.export.targets import SUFFIXES, check_grids, check_options
 from maskaq.errors import ExportError, unwritable
 from maskaq.storage.files import replace_together
 
 if TYPE_CHECKING:
     from maskaq.artifact.export.agreement import Agreement
     from maskaq.artifact.export.verify import Verification
-
-SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "executorch": ".pte", "pt2": ".pt2"}
-"""Of the file that each format is asked for by; an OpenVINO model has a second, `.bin`, beside it."""
 
 
 def export(

@@ -1,4 +1,4 @@
-"""How the outputs of a file compare with those of the model it was made from, each left to itself."""
+"""Compare the outputs of a file with those of the model it was made from, each computing on its own codes."""
 
 from dataclasses import dataclass
 

@@ -23,8 +23,8 @@ from maskaq.artifact.export.metadata import REMEDY, as_text, describe
 from maskaq.artifact.export.programs import OUTPUT, program_of
 from maskaq.errors import ExportError
 from maskaq.models import geometry
+from maskaq.models.structure import replace_module
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, FixedGrid, FloatWeight
-from maskaq.quant.kinds import replace_module
 from maskaq.storage.files import write_bytes_atomic
 
 try:

@@ -54,6 +54,7 @@ from maskaq.artifact.export.programs import Program, program_of
 from maskaq.errors import ExportError
 from maskaq.models import AttentionProducts, data_config
 from maskaq.models.detector import Suppression
+from maskaq.models.structure import replace_module
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid, LogGrid
 from maskaq.quant.grid import level_table
 from maskaq.storage.files import write_bytes_atomic
@@ -306,11 +307,10 @@ def _grid(grid: nn.Module, name: str) -> nn.Module:
 def _with_placeholders(model: nn.Module) -> nn.Module:
     seen = copy.deepcopy(model)
     for name, module in model.named_modules():
-        parent_name, _, child = name.rpartition(".")
-        parent = seen.get_submodule(parent_name)
+        parent, _, child = name.rpartition(".")
         if isinstance(module, DeployedLinear) and isinstance(module.weight, CodedWeight):
-            joint = isinstance(parent, AttentionProducts) and child == "qkv"
-            setattr(parent, child, _Linear(module, name, parts=3 if joint else 1))
+            joint = child == "qkv" and isinstance(model.get_submodule(parent), AttentionProducts)
+            replace_module(seen, name, _Linear(module, name, parts=3 if joint else 1))
         elif isinstance(module, DeployedConv2d) and isinstance(module.weight, CodedWeight):
             conv = seen.get_submodule(name)
             coded = module.weight
@@ -320,9 +320,9 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
             product, grids = seen.get_submodule(name), [_grid(getattr(module, g), f"{name}.{g}") for g in _OPERANDS]
             product.a_grid, product.b_grid = grids
             if any(map(_is_shared, grids)):
-                setattr(parent, child, _HeadProduct(*grids))
+                replace_module(seen, name, _HeadProduct(*grids))
         elif isinstance(module, Suppression):
-            setattr(parent, child, _Suppression(module, name))
+            replace_module(seen, name, _Suppression(module, name))
     return seen
 
 

@@ -41,7 +41,7 @@ from maskaq.artifact.export.verify import (
     Verification,
     as_codes,
     calls_of,
-    compare_led,
+    compare_fed,
     compare_weights,
     grids_of,
     summary,
@@ -181,14 +181,14 @@ def verify_openvino(file: str | Path, model: nn.Module, images: Tensor) -> Verif
         weights = compare_weights(_constants(read(file)), model)
         # Attention that is watched is not fused: it is compared as it is, and once more as it will run.
         linear = [n for n, module in model.named_modules() if isinstance(module, DeployedLinear | DeployedConv2d)]
-        led = _compare_pass(read(file), model, images, list(grids_of(model)))
+        fed = _compare_pass(read(file), model, images, list(grids_of(model)))
         _compare_pass(read(file), model, images, [n for n in grids_of(model) if n.rpartition(".")[0] in linear])
         free = {OUTPUT: OpenvinoModel(file)(images)}  # in the precision that it will run in
     except ExportError as error:
         raise ExportError(f"{file} does not compute what the model computes: {error}") from error
     except Exception as error:  # the runtime raises classes of its own
         raise ExportError(f"{file} is not a sound OpenVINO model: {error}") from error
-    return summary(model, images, weights, [led], free)
+    return summary(model, images, weights, [fed], free)
 
 
 def _constants(program: "openvino.Model") -> dict[str, np.ndarray]:
@@ -220,7 +220,7 @@ def _compare_pass(program: "openvino.Model", model: nn.Module, images: Tensor, n
     grids, codes = grids_of(model), {}
     for name in names:
         codes[name] = [_codes(nodes, call, grids[name], values[call + _ON_GRID]) for call in calls[name]]
-    return compare_led(model, images, codes, {OUTPUT: torch.from_numpy(values[OUTPUT].copy())})
+    return compare_fed(model, images, codes, {OUTPUT: torch.from_numpy(values[OUTPUT].copy())})
 
 
 def _codes(nodes: Mapping[str, Any], name: str, grid: FixedGrid, values: np.ndarray) -> np.ndarray:

@@ -154,6 +154,11 @@ class Candidate:
     """Number of threads -> what computes a batch."""
 
 
+def candidate_of(name: str, file: str | Path) -> Candidate:
+    """A file, to be timed in the runtime it was written for."""
+    return Candidate(name, _READERS[Path(file).suffix], bytes_of(file) / 1e6, partial(runner, file))
+
+
 def bench_files(
     files: Mapping[str, str | Path], *, batches: Sequence[int] = (1, 32), threads: int = 2, repeats: int = 10
 ) -> Iterator[Speed]:
@@ -163,10 +168,7 @@ def bench_files(
     ONNX Runtime.
     """
     (first, reference), *_ = files.items()
-    candidates = [
-        Candidate(name, _READERS[Path(file).suffix], bytes_of(file) / 1e6, partial(runner, file))
-        for name, file in files.items()
-    ]
+    candidates = [candidate_of(name, file) for name, file in files.items()]
     if any(candidate.runtime == "openvino" for candidate in candidates):
         candidates.insert(1, Candidate(first, "openvino", bytes_of(reference) / 1e6, partial(_openvino, reference)))
     size = metadata_of(reference)["input_size"]

@@ -1,11 +1,13 @@
-"""What runtimes ask of a model's grids, said before anything is written."""
+"""What runtimes require of a model's grids, checked before anything is written."""
 
 from torch import nn
 
-from maskaq.errors import ExportError
+from maskaq.errors import ExportError, unknown
 from maskaq.quant.deployed import CodedWeight, DeployedLinear, FixedGrid, LogGrid
 from maskaq.tasks import task_of
 
+SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "executorch": ".pte", "pt2": ".pt2"}
+"""Format -> suffix of its file; an OpenVINO model has a second file, `.bin`, beside it."""
 TARGETS = ("cpu", "qdq", "tensorrt")
 """What an ONNX file is laid out for."""
 PRECISIONS = ("f32", "bf16")
@@ -15,7 +17,11 @@ _TRIED = {"segmentation": ("onnx", "openvino", "pt2"), "detection": ("onnx",)}
 
 
 def check_options(format: str, target: str, precision: str) -> None:
-    """ExportError for options that do not go together."""
+    """ExportError for an unknown option, or for options that do not go together."""
+    known = {"format": (format, SUFFIXES), "target": (target, TARGETS), "precision": (precision, PRECISIONS)}
+    for option, (value, values) in known.items():
+        if value not in values:
+            raise ExportError(unknown(option, str(value), values))
     if target != "cpu" and format != "onnx":
         raise ExportError(f"--target {target} is a layout of ONNX files: expected --format onnx, got {format}")
     if precision != "f32" and format != "openvino":

@@ -1,10 +1,10 @@
 """Check that an exported file computes what the deployed model does, site by site, with the kernels that will run.
 
 A difference of 1e-6 turns a rounding here and there, and turned roundings move the logits of a 4-bit model by a third
-of their size: comparing logits says little. So the deployed model is led through its forward pass by the codes that
-the file computed: at each grid its own codes are compared with the file's, and it goes on with the file's. Every
-stretch between two grids then starts from the same integers, and may end apart by float rounding alone: codes are
-equal, or the value lay within `NEAR` steps of the border between them. At the end logits are compared as floats.
+of their size: comparing logits says little. So the deployed model is fed with the codes of the file: at each grid its
+own codes are compared with the file's, and it continues with the file's. Between two grids both then compute from the
+same integers and can differ by float rounding alone: codes are equal, or the value lay within `NEAR` steps of the
+border between them. At the end logits are compared as floats.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -33,15 +33,15 @@ except ImportError as error:  # pragma: no cover
 from maskaq.artifact.export.onnx import CODES, INPUT, call_name
 
 NEAR = 1e-3
-"""Of a step: how far float rounding may carry a value between grids. (1e-5 is what it does.)"""
+"""Steps by which float rounding may change a value between two grids. (1e-5 was measured.)"""
 APART = 1e-3
-"""Of the codes: how many may differ where not every site is watched. (2e-5 is what was seen.)"""
+"""Share of the codes that may differ if not every site is compared. (2e-5 was measured.)"""
 LOGITS = 1e-4
-"""Of the largest logit: how far logits from the same codes may be apart."""
+"""Largest difference of logits from the same codes, as a share of the largest logit."""
 CHOICES = 0.99
-"""Of boxes: how many both have to choose among the same."""
+"""Share of the boxes that both have to choose among the same ones."""
 Codes = Mapping[str, Sequence[np.ndarray]]
-"""Of a grid, by its name: those of each time that it runs for a batch of images."""
+"""Name of a grid -> its codes, for each time that it runs for a batch of images."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _compare_pass(proto: "onnx.ModelProto", model: nn.Module, images: Tensor, op
         ]
         for name, grid in grids.items()
     }
-    return compare_led(model, images, codes, found)
+    return compare_fed(model, images, codes, found)
 
 
 def calls_of(grid: str, known: Container[str], ending: str) -> list[str]:
@@ -210,7 +210,7 @@ def as_codes(name: str, grid: FixedGrid, stored: np.ndarray, zero: np.ndarray) -
     return stored.astype(np.float32) + moved
 
 
-def compare_led(model: nn.Module, images: Tensor, codes: Codes, outputs: Outputs) -> Pass:
+def compare_fed(model: nn.Module, images: Tensor, codes: Codes, outputs: Outputs) -> Pass:
     """Run the model, fed with the runtime's codes at every quantizer; raises at the first site that differs.
 
     Where a grid has no codes the model goes on with its own. A rounding that turned there moves what follows by more
@@ -218,7 +218,7 @@ def compare_led(model: nn.Module, images: Tensor, codes: Codes, outputs: Outputs
     """
     found, program = Pass(), program_of(model)
     whole = codes.keys() == grids_of(model).keys()
-    with torch.no_grad(), _led(model, codes, found, strict=whole):
+    with torch.no_grad(), _fed(model, codes, found, strict=whole):
         ours = program.compute(model, images, outputs)
     if not whole and found.turned > APART * found.codes:
         raise ExportError(f"{found.turned} of {found.codes} codes differ where only some sites are watched")
@@ -233,7 +233,7 @@ def compare_led(model: nn.Module, images: Tensor, codes: Codes, outputs: Outputs
 
 
 @contextmanager
-def _led(model: nn.Module, codes: Codes, found: Pass, strict: bool) -> Iterator[None]:
+def _fed(model: nn.Module, codes: Codes, found: Pass, strict: bool) -> Iterator[None]:
     """Context in which each grid compares its codes with the given ones, and continues with the given ones."""
 
     def compare(name: str, grid: FixedGrid, x: Tensor) -> Tensor:

@@ -208,6 +208,7 @@ def test_the_processor_and_the_labels_of_a_folder_are_used(folder):
 def test_a_convolution_with_padding_valid_is_one_without(tmp_path):
     result = maskaq.quantize(small("siglip"), load_recipe("quick", *TINY), tmp_path / "run", device="cpu", report=False)
     loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    assert "A SiglipVisionModel for images" in (tmp_path / "run" / "quantized" / "README.md").read_text()
     images = noise(loaded, 2, seed=0)
     with torch.no_grad():
         assert torch.allclose(loaded(images), result.model(images), atol=1e-5)

@@ -62,7 +62,7 @@ bench: $(VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	test -f runs/docs/report.html || $(BIN)/maskaq demo --out runs/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

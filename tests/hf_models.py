@@ -20,6 +20,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "beit": ("BeitForImageClassification", {**SMALL, **SIZE, "num_labels": 5, "use_relative_position_bias": True}),
     "data2vec": ("Data2VecVisionForImageClassification", {**SMALL, **SIZE, "num_labels": 5}),
     "siglip": ("SiglipVisionModel", {**SMALL, **SIZE}),
+    "siglip 2": ("Siglip2VisionModel", {**SMALL, "patch_size": 8, "num_patches": 16}),
     "clip": ("CLIPVisionModelWithProjection", {**SMALL, **SIZE, "projection_dim": 16}),
     "vit mae": ("ViTMAEModel", {**SMALL, **SIZE}),
     "i-jepa": ("IJepaModel", {**SMALL, **SIZE}),

@@ -34,12 +34,18 @@ def outputs(model, images):
     extra = {"noise": torch.arange(16.0).expand(len(images), -1)} if "MAE" in kind.__name__ else {}
     if extra:
         eager.config.mask_ratio = 0.0
+    if "Siglip2" in kind.__name__:
+        from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
+
+        images = torch.stack([convert_image_to_patches(image, eager.config.patch_size) for image in images])
+        shapes = torch.tensor([[4, 4]] * len(images))
+        extra = {"pixel_attention_mask": torch.ones(images.shape[:2], dtype=torch.int32), "spatial_shapes": shapes}
     with torch.no_grad():
         found = eager(pixel_values=images, **extra)
     for name in ("logits", "image_embeds", "pooler_output"):
         if getattr(found, name, None) is not None:
             return getattr(found, name)
-    return found.last_hidden_state[:, 0] if extra else found.last_hidden_state.mean(dim=1)
+    return found.last_hidden_state[:, 0] if "MAE" in kind.__name__ else found.last_hidden_state.mean(dim=1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,6 +90,71 @@ def test_a_checkpoint_with_more_layers_than_its_config_says_is_refused(folder):
     edited(folder, "config.json", num_hidden_layers=1)
     with pytest.raises(CheckpointError, match="more layers"):
         load_model(f"hf:{folder}")
+
+
+def test_a_checkpoint_with_other_shapes_than_its_config_says_is_refused(folder):
+    edited(folder, "config.json", patch_size=4)
+    with pytest.raises(CheckpointError, match=r"other shapes.*expected \(.*found \("):
+        load_model(f"hf:{folder}")
+
+
+@torch.no_grad()
+def test_a_checkpoint_without_a_pooler_gives_the_class_token_and_not_what_a_random_pooler_makes_of_it(tmp_path):
+    import transformers
+
+    model = transformers.ViTModel(small("vit").config, add_pooling_layer=False).eval()
+    model.save_pretrained(tmp_path)
+    loaded = load_model(f"hf:{tmp_path}")
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(loaded(images), model(pixel_values=images).last_hidden_state[:, 0], atol=1e-6)
+    again = rebuild(architecture_of(loaded, ""))
+    again.load_state_dict(loaded.state_dict())
+    assert torch.allclose(again(images), loaded(images), atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_image_tower_of_a_clip_has_the_width_that_the_whole_model_says(tmp_path):
+    import transformers
+
+    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    vision = {**MODELS["clip"][1], "projection_dim": 99}  # no more than a default that nobody reads
+    config = transformers.CLIPConfig(vision_config=vision, text_config={**text, "vocab_size": 8}, projection_dim=16)
+    model = transformers.CLIPModel(config).eval()
+    model.save_pretrained(tmp_path)
+    images = torch.randn(2, 3, 32, 32)
+    expected = model.visual_projection(model.vision_model(pixel_values=images).pooler_output)
+    assert torch.allclose(load_model(f"hf:{tmp_path}")(images), expected, atol=1e-5)
+    with pytest.raises(ModelError, match="CLIPVisionModelWithProjection"):
+        expose(model)
+
+
+def test_a_model_of_text_is_refused_by_its_name():
+    import transformers
+
+    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    with pytest.raises(ModelError, match="BertModel takes input_ids"):
+        expose(transformers.BertModel(transformers.BertConfig(**text, vocab_size=8)))
+
+
+def test_the_users_own_model_stays_as_it_is():
+    model = small("vit mae")
+    ratio, attention, kinds = model.config.mask_ratio, model.config._attn_implementation, [*map(type, model.modules())]
+    expose(model)
+    assert (model.config.mask_ratio, model.config._attn_implementation) == (ratio, attention) and ratio > 0
+    assert [*map(type, model.modules())] == kinds
+
+
+def test_a_folder_without_hf_before_it_says_what_to_type(folder, tmp_path, capsys):
+    for words in (["quantize", str(folder), "--out", str(tmp_path / "run")], ["inspect", str(folder)]):
+        assert cli.main(words) == 1
+        assert f"hf:{folder}" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="hf:facebook/dinov2-small"):
+        load_model("facebook/dinov2-small")
+
+
+def test_a_folder_is_read_without_progress_bars(folder, capsys):
+    load_model(f"hf:{folder}")
+    assert capsys.readouterr().err == ""
 
 
 def test_code_beside_a_model_is_not_run(folder):
@@ -137,12 +208,13 @@ def test_the_processor_and_the_labels_of_a_folder_are_used(folder):
 def test_a_convolution_with_padding_valid_is_one_without(tmp_path):
     result = maskaq.quantize(small("siglip"), load_recipe("quick", *TINY), tmp_path / "run", device="cpu", report=False)
     loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized")
+    assert "A SiglipVisionModel for images" in (tmp_path / "run" / "quantized" / "README.md").read_text()
     images = noise(loaded, 2, seed=0)
     with torch.no_grad():
         assert torch.allclose(loaded(images), result.model(images), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vit", pytest.param("dinov3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["vit", "dinov3", "vit mae", "siglip 2"])
 @pytest.mark.slow
 def test_a_run_of_a_model_of_transformers_is_saved_loaded_and_exported(name, tmp_path):
     model = small(name)
@@ -151,7 +223,7 @@ def test_a_run_of_a_model_of_transformers_is_saved_loaded_and_exported(name, tmp
     images = noise(loaded, 2, seed=0)
     with torch.no_grad():
         assert torch.allclose(loaded(images), result.model(images), atol=1e-5)
-    if name == "vit":
+    if name != "dinov3":
         assert export(loaded, tmp_path / "model.onnx", "onnx", images).codes > 0
 
 

@@ -533,6 +533,8 @@ def test_sparse_and_meta_tensors(tmp_path):
         ("ViT-Tiny-Patch16-224", "vit_tiny_patch16_224"),
         ("vit_tiny", "vit_tiny_patch16_224"),
         ("swin_tiny_patch4_window7", "swin_tiny_patch4_window7_224"),
+        ("dinov2", "vit_base_patch14_dinov2"),
+        ("dinov2_vits14", "vit_base_patch14_dinov2"),
         ("zzz", "swin_tiny_patch4_window7_224"),
         ("", "vit_tiny_patch16_224"),
     ],

@@ -17,6 +17,12 @@ def _name(config: dict[str, Any]) -> str:
     return str((config["timm"] or {}).get("name") or config["architectures"][0])
 
 
+def _kind(config: dict[str, Any]) -> str:
+    """The class of the model; of transformers the one that our wrapper holds."""
+    name = _name(config)
+    return name.removeprefix("hf:") if name.startswith("hf:") else str(config["architectures"][0])
+
+
 def _data_free(config: dict[str, Any]) -> bool | None:
     """Whether the model was made without real data, according to its config; None if the config does not record it."""
     recorded = config["made"].get("data_free")
@@ -67,7 +73,7 @@ def _what(config: dict[str, Any]) -> str:
     gives = f"with {labels} classes" if labels else "that gives features: an embedding of the image"
     return f"""# {_name(config)}, {bits_of(config)}
 
-A {config["architectures"][0]} for images of {height} x {width} with {channels} channels, {gives},
+A {_kind(config)} for images of {height} x {width} with {channels} channels, {gives},
 quantized by maskaq{how}.
 `model.safetensors` has {after / 1e6:.2f} MB, {smaller}.
 """

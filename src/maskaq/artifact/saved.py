@@ -546,7 +546,8 @@ def _read_config(root: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("model_type") != "maskaq":
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise PretrainedError(
-            f'{path} is not of a maskaq model: expected model_type "maskaq", found {_short(json.dumps(found))}'
+            f'{path} is not of a maskaq model: expected model_type "maskaq", found {_short(json.dumps(found))}. A '
+            f"transformers model is given as hf:{root}"
         )
     if type(version := config.get("format_version")) is not int or version != FORMAT:
         raise PretrainedError(

@@ -1,6 +1,7 @@
 """What the arguments of a command refer to: a recipe, a model, a run folder, a saved model."""
 
 import ast
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +95,8 @@ def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Modu
     try:
         return load(options)
     except ModelError as error:
+        if is_of_transformers(name):
+            raise ModelError(f"{name} is a folder of a transformers model: give hf:{name}") from error
         if is_run(name) or is_pretrained(name):
             what = "a run" if is_run(name) else "a saved model"
             raise ModelError(
@@ -106,6 +109,15 @@ def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Modu
                 "expected the name of a model (`maskaq list models`)"
             ) from error
         raise
+
+
+def is_of_transformers(folder: str | Path) -> bool:
+    """Whether a folder's config names a kind of model, and not ours."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("model_type", "maskaq") != "maskaq"
 
 
 def opened_run(folder: str, checkpoint: str | None) -> OpenedRun:

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from maskaq.errors import ModelError
 from maskaq.models import names, seam, swin, vit
-from maskaq.models.hf import adopted
+from maskaq.models.hf import adopted, class_name
 from maskaq.models.names import (
     classifier_tags,
     embedding_width,
@@ -78,12 +78,12 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     task = task or task_name(model)
     family = family_of(exposed)
     if family is not None and task in ("segmentation", "detection"):
-        raise ModelError(f"this {type(model).__name__} gives one row for each image: expected {WANTED[task]}")
+        raise ModelError(f"this {class_name(model)} gives one row for each image: expected {WANTED[task]}")
     found = seam.expose_(exposed, image, task) if family is None else family.expose_(exposed, image)
     _refuse_unknown_layers(exposed)
     if not found.blocks and (family is not None or not _is_transformer(model)):
         raise ModelError(
-            f"this {type(model).__name__} has no attention layer: expected a vision transformer, one of timm's "
+            f"this {class_name(model)} has no attention layer: expected a vision transformer, one of timm's "
             "(`maskaq list models`), of transformers, or your own"
         )
     if getattr(exposed, "num_classes", None) is None:
@@ -197,8 +197,7 @@ def _refuse_without_pooling(model: Any) -> None:
     if getattr(model, "global_pool", "some") == "":
         wanted = "logits" if task_name(model) == "classification" else "features"
         raise ModelError(
-            f"this {type(model).__name__} has no pooling (global_pool is ''): expected one output for each image, "
-            f"{wanted}"
+            f"this {class_name(model)} has no pooling (global_pool is ''): expected one output for each image, {wanted}"
         )
 
 

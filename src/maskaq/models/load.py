@@ -97,7 +97,7 @@ def set_task(model: nn.Module, task: str | None = None) -> nn.Module:
             return model
         raise ModelError(f"task: expected {_other_tasks(own)}, got {task!r}")
     if task == "classification" and not getattr(model, "num_classes", 1):
-        raise ModelError(f"this {type(model).__name__} has no classifier (num_classes is 0): its task is features")
+        raise ModelError(f"this {hf.class_name(model)} has no classifier (num_classes is 0): its task is features")
     record: Any = getattr(model, "pretrained_cfg", None) or {}
     model.pretrained_cfg = model.default_cfg = {**record, "task": task}  # type: ignore[assignment]
     return model
@@ -172,7 +172,7 @@ def rebuild(architecture: Mapping[str, Any]) -> nn.Module:
 def _unfilled(name: str, args: dict[str, Any], timm_model: Callable[..., nn.Module]) -> nn.Module:
     """A model that is not embedded, without its weights: of transformers, a detector or segmenter, or timm's."""
     if _is_of_transformers(name):
-        return hf.build(name, args["config"])
+        return hf.build(name, **args)
     if host := hosts.named(name, args):
         return hosts.build(*host)
     return timm_model(name, **args).eval()

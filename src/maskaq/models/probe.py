@@ -175,4 +175,4 @@ def refuse_output(output: Any, model: nn.Module, task: str) -> None:
         fits = isinstance(output, Tensor) and output.dim() == dims
     if not fits:
         shape = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-        raise ModelError(f"this {type(model).__name__} gives {shape}: expected {WANTED[task]}")
+        raise ModelError(f"this {hf.class_name(model)} gives {shape}: expected {WANTED[task]}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from maskaq.errors import ModelError, first_line
-from maskaq.models import probe, rewiring, swinv2
+from maskaq.models import hf, probe, rewiring, swinv2
 from maskaq.models.folding import fold_
 from maskaq.models.layout import Layout, find_layout, is_in_raster_order
 from maskaq.models.products import AttentionProducts, Matmul
@@ -137,7 +137,7 @@ def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Ex
         before = probe.watch(model, image)
     except Exception as error:  # whatever a model says to an image that it was not built for
         raise ModelError(
-            f"this {type(model).__name__} does not run on an image of {tuple(image.shape[1:])}: {first_line(error)}. "
+            f"this {hf.class_name(model)} does not run on an image of {tuple(image.shape[1:])}: {first_line(error)}. "
             "If it was built for another size, set model.pretrained_cfg = {'input_size': (channels, height, width)}"
         ) from error
     probe.refuse_output(before.output, model, task)
@@ -147,7 +147,7 @@ def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Ex
     if before.unreached:
         raise ModelError(
             f"attention is computed by {next(iter(before.unreached))}, which is no method of a module of this "
-            f"{type(model).__name__}: move the call of scaled_dot_product_attention into the attention module"
+            f"{hf.class_name(model)}: move the call of scaled_dot_product_attention into the attention module"
         )
     owners = _rewire(model, before)
     _bind(model, owners, image)
@@ -262,17 +262,17 @@ def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tenso
     for name in owners:
         if name not in reached:
             raise ModelError(
-                f"the attention of {name!r} was not seen: maskaq cannot expose this {type(model).__name__}"
+                f"the attention of {name!r} was not seen: maskaq cannot expose this {hf.class_name(model)}"
             )
     if image.is_meta:
         return
     pairs = zip(found, tensors_of(expected), strict=True)
     error = max((now - then).abs().max() / then.abs().max().clamp(min=1e-12) for now, then in pairs)
     if error != error:
-        raise ModelError(f"this {type(model).__name__} gives NaN or Inf: its weights are damaged")
+        raise ModelError(f"this {hf.class_name(model)} gives NaN or Inf: its weights are damaged")
     if not error <= _TOLERANCE:
         raise ModelError(
-            f"the outputs of this {type(model).__name__} change by {error:.1e} when its attention is exposed, which "
+            f"the outputs of this {hf.class_name(model)} change by {error:.1e} when its attention is exposed, which "
             f"must not be: {', '.join(sorted({type(m).__name__ for m in owners.values()}))} is not what it seems"
         )
 

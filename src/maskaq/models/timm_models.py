@@ -162,6 +162,8 @@ def _check_name(name: str) -> None:
         raise ModelError(f"model: expected the name of a model such as deit_tiny_patch16_224, got {name!r}")
     if name.lower().endswith(SUFFIXES):
         raise ModelError(weights_in_place_of_name(name))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ModelError(f"{name} is no name of timm's: for a transformers model, give hf:{name}")
     if not timm.is_model(name):
         raise ModelError(f"{unknown('model', name, _near(name))}, ... (`maskaq list models` prints every name)")
 
@@ -175,8 +177,10 @@ def weights_in_place_of_name(file: str) -> str:
 
 
 def _near(name: str) -> list[str]:
-    """A few embedded, ViT, DeiT and Swin names close to a wrong one; the smallest of each family if none is close."""
+    """A few supported names that start with a wrong one, have it in them or are close to it; else some small ones."""
     wanted = re.sub(r"[^a-z0-9]+", "_", name.split(".")[0].lower())
     known = zoo.embedded_names() + supported_names()
-    found = [n for n in known if wanted and n.startswith(wanted)][:6] or get_close_matches(wanted, known, n=6)
+    found = [n for n in known if wanted and n.startswith(wanted)] or [n for n in known if wanted and wanted in n]
+    found = found[:6] or get_close_matches(wanted, known, n=6)
+    found = found or [n for n in known if any(len(word) > 3 and word in n for word in wanted.split("_"))][:6]
     return found or ["deit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "vit_tiny_patch16_224"]

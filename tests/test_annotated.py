@@ -85,6 +85,24 @@ def test_objects_of_a_coco_folder_are_those_that_were_written(tmp_path):
 
 
 @needs_tools
+def test_categories_are_the_models_classes_of_the_same_names_whatever_their_order(tmp_path):
+    content = write_coco(tmp_path)
+    written = [entry["category_id"] for entry in content["annotations"]]
+    id_of = {entry["name"]: entry["id"] for entry in content["categories"]}
+    write_json(tmp_path, {**content, "categories": content["categories"][::-1]})
+
+    def labels(names):
+        model = Model(len(CLASSES))
+        model.pretrained_cfg["label_names"] = names
+        return [label for _, (found,) in coco_folder(tmp_path, model) for label in found["labels"].tolist()]
+
+    in_the_files_order = [list(id_of.values())[::-1].index(number) for number in written]
+    assert labels(list(CLASSES)) == [list(id_of.values()).index(number) for number in written]
+    assert labels([*CLASSES[:-1], "another"]) == in_the_files_order
+    assert labels([]) == in_the_files_order
+
+
+@needs_tools
 def test_images_are_normalised_by_the_models_mean_and_std(tmp_path):
     write_coco(tmp_path, scenes(((32, 40),)))
     images, _ = next(iter(coco(tmp_path)))
@@ -163,6 +181,8 @@ BAD = {
     "a text for a number": (("images", 0), {"width": "64"}, r"images\[0\].*'width'"),
     "a box of three numbers": (("annotations", 0), {"bbox": [1, 2, 3]}, r"annotations\[0\].*bbox"),
     "a box of a negative width": (("annotations", 0), {"bbox": [1, 2, -3, 4]}, r"annotations\[0\].*bbox"),
+    "a box far outside": (("annotations", 0), {"bbox": [1, 2, 9e9, 4]}, r"annotations\[0\].*bbox.*outside"),
+    "an object twice": (("annotations", 1), {"id": 1}, r"annotations\[1\] has id 1"),
     "a polygon of two points": (("annotations", 0), {"segmentation": [[1, 2, 3, 4]]}, r"annotations\[0\].*polygon 0"),
     "an odd polygon": (("annotations", 0), {"segmentation": [[1, 2, 3, 4, 5, 6, 7]]}, r"polygon 0"),
     "a polygon of texts": (("annotations", 0), {"segmentation": [["a"] * 6]}, r"polygon 0"),

@@ -29,11 +29,15 @@ from maskaq.models.folding import fold_
 from maskaq.models.structure import tensors_of
 from maskaq.quant.plan import build_plan
 from maskaq.quant.rotation import rotate_online_, teacher_of
+from maskaq.report import collect
 from maskaq.report import comparison as page
 from maskaq.runs.compare import Comparison, entries, rows_of
+from maskaq.runs.opened import write_report
 from maskaq.runs.plans import make_plan
 from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import RunFolder
 from maskaq.tasks import evaluate, task_of
+from maskaq.tasks.drawing import colour
 
 KINDS = pytest.mark.parametrize("kind", mostly_slow(list(DENSE), "segmentation"))
 LITTLE = ("synthesis.relabel=1", "synthesis.images=4", "synthesis.batch=2")
@@ -47,7 +51,9 @@ def straight(tmp_path_factory):
     def make(kind):
         if kind not in made:
             out = tmp_path_factory.mktemp(kind) / "run"
-            made[kind] = out, quantize(DENSE[kind](), small_recipe(*LITTLE), out, device="cpu", keep="last")
+            model = DENSE[kind]()
+            model.pretrained_cfg["label_names"] = [f"thing {number}" for number in range(model.num_classes)]
+            made[kind] = out, quantize(model, small_recipe(*LITTLE), out, device="cpu", keep="last")
         return made[kind]
 
     return make
@@ -64,6 +70,21 @@ def test_a_saved_model_gives_the_outputs_of_the_student_at_any_size(straight, ki
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert {"pixel_kl" if kind == "segmentation" else "detection_gap"} <= events[-1].keys() | set().union(*events)
+
+
+@KINDS
+def test_a_report_shows_what_p_and_q_find_in_the_same_images_and_names_the_colours(straight, kind):
+    pytest.importorskip("plotly")
+    out, result = straight(kind)
+    kept = collect.read(RunFolder.read(out))
+    whole = task_of(result.model).drawn(result.model, geometry(result.model).normalise(kept.tensors["chosen"] / 255))
+    assert torch.equal(kept.tensors["drawn_student"], whole)
+    assert whole.shape == (4, 3, 256, 256)
+    shown = write_report(out, device="cpu").read_text()
+    for model in ("full precision (P)", "searched ranges", "maskaq (Q)"):
+        assert [f'alt="{model}, image {number}"' in shown for number in range(5)] == [True] * 4 + [False]
+    for number in range(result.model.num_classes):
+        assert f"background:rgb{colour(number)}" in shown and f"thing {number}</span>" in shown
 
 
 MOMENTS = {

@@ -306,6 +306,18 @@ def test_proposals_are_the_best_boxes_without_overlaps(model):
     torch.testing.assert_close(found, torch.stack([box for _, box in kept[: model.proposals]]))
 
 
+def test_of_equal_scores_the_first_are_chosen_as_runtimes_do(model):
+    """A model of few bits has few scores: the file of a detector chooses the same boxes only if both break ties so."""
+    size = (64, 64)
+    features = model.features(torch.randn(1, 3, *size))
+    objectness, deltas = model.rpn(features)
+    objectness = (2 * torch.rand(objectness.shape, generator=torch.Generator().manual_seed(0))).floor()
+    anchors = model.anchors(features)
+    distinct = objectness - 1e-4 * torch.arange(objectness.shape[1])  # the same order, and no two are equal
+    expected = model.propose(distinct, deltas, anchors, size)
+    assert torch.equal(model.propose(objectness, deltas, anchors, size), expected)
+
+
 def test_a_mask_is_pasted_over_its_box():
     mask = torch.zeros(1, 4, 4)
     mask[0, :2] = 1

@@ -109,10 +109,10 @@ def test_a_runtime_that_was_not_tried_is_refused_with_those_that_work(segmenter,
 # ---- detector
 
 
-def small_detector(bits="w4a8", **settings):
+def small_detector(bits="w4a8", proposals=30, **settings):
     torch.manual_seed(0)
-    heads = dict(box_width=24, mask_width=12, mask_layers=1, anchor_scale=5, finest=14, proposals=30, detections=10)
-    return deployed(mask_rcnn(num_classes=5, **heads, **SWIN), bits, **settings)
+    heads = dict(box_width=24, mask_width=12, mask_layers=1, anchor_scale=5, finest=14, detections=10)
+    return deployed(mask_rcnn(num_classes=5, proposals=proposals, **heads, **SWIN), bits, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +164,15 @@ def test_a_detectors_file_takes_any_number_of_images_and_says_what_it_gives(dete
         found = session.run(None, {"images": images_for(model, count).numpy()})
         assert [x.shape for x in found] == [(count, 10, 4), (count, 10), (count, 10), (count, 10, 28, 28)]
     assert [x.name for x in session.get_outputs()] == list(metadata_of(file)["outputs"])
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_a_detector_of_few_bits_with_many_equal_scores_chooses_the_same_boxes_in_its_file(tmp_path):
+    model = small_detector("w2a2", proposals=8)
+    images = images_for(model)
+    assert model.rpn(model.features(images))[0][0].unique().numel() < 100
+    export(model, tmp_path / "model.onnx", "onnx", images)
 
 
 @needs_onnx

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from maskaq.cli.main import main
 from maskaq.errors import DataError, DependencyError
 from maskaq.tasks import metrics
 from maskaq.tasks.metrics import Confusion, Instances
@@ -233,3 +234,10 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faster_coco_eval", None)
     with pytest.raises(DependencyError, match=r"maskaq\[detection\]"):
         metrics.Instances(3)
+
+
+def test_a_detectors_run_asks_for_the_library_before_it_begins(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "faster_coco_eval", None)
+    out = tmp_path / "run"
+    assert main(["quantize", "scenes_detector", "--recipe", "demo-boxes", "--data", "scenes", "--out", str(out)]) == 1
+    assert "maskaq[detection]" in capsys.readouterr().err and not out.exists()

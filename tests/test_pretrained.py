@@ -232,6 +232,15 @@ def test_the_config_says_what_the_model_is(saved):
     assert scheme["sites"]["patch_embed.proj"] == {"weight_bits": 4, "input_bits": None}
 
 
+def test_labels_of_more_than_ten_classes_are_kept(tmp_path):
+    labels = [f"thing {number}" for number in range(12)]
+    named = {"name": NAMED["name"], "args": {**NAMED["args"], "num_classes": 12}}
+    save_pretrained(student_of(tiny_vit(num_classes=12)), tmp_path / "m", architecture=named, labels=labels)
+    loaded = from_pretrained(tmp_path / "m")
+    assert loaded.maskaq_config["label2id"] == {name: number for number, name in enumerate(labels)}
+    assert loaded.pretrained_cfg["label_names"] == labels
+
+
 def test_labels_and_the_story_of_the_model_are_kept(tmp_path):
     made = {"seed": 3, "commit": "abc", "command": "maskaq quantize mine", "versions": {"torch": "2.9"}}
     labels = ["apple", "bread", "cherry", "date"]

@@ -292,8 +292,10 @@ def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
 
 def _label_ids(id2label: Any) -> dict[str, int] | None:
     """label2id as it follows from id2label; None where it does not: ImageNet has two classes called crane."""
-    names = [str(name) for name in id2label.values()] if isinstance(id2label, dict) else []
-    return {name: i for i, name in enumerate(names)} if names and len(set(names)) == len(names) else None
+    found = {str(name): int(i) for i, name in id2label.items()} if isinstance(id2label, dict) else {}
+    return (
+        found if found and len(found) == len(id2label) else None
+    )  # keys in any order: "10" is before "2" where sorted
 
 
 def _plain_json(value: Any, what: str) -> Any:

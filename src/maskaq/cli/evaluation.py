@@ -19,6 +19,7 @@ from maskaq.models import data_config
 from maskaq.progress import Progress
 from maskaq.runs.opened import compare
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, Evaluation, evaluate, task_of
+from maskaq.tasks.metrics import coco_tools
 
 _ANNOTATED = {"detection": coco_folder, "segmentation": ade20k_folder}
 """Task -> reader of a folder of annotated images."""
@@ -49,6 +50,8 @@ class EvaluationImages:
         options = self.options
         assert options.data is not None
         task = task_of(model).name
+        if task == "detection":
+            coco_tools()  # needed to evaluate: a run that is evaluated at its end asks for it before it begins
         if task in _ANNOTATED:
             name, _, count = options.data.partition(":")
             if name == SCENES_DATA:

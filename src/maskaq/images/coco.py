@@ -5,6 +5,7 @@ with its file and its entry.
 """
 
 import json
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ EXPECTED = "COCO's folders: annotations/instances_val2017.json, or another insta
 def coco_folder(path: str | Path, model: Any, *, short: int | None = None, workers: int = 0) -> DataLoader:
     """The images of a folder in COCO's layout, one at a time, with the annotations of their objects.
 
-    Classes are the categories in the order of the file, as many as the model has. Images are resized as mmdetection
-    does it: the short side to the model's image size, or to `short`, the long side to at most 1333 / 800 of that.
+    Classes are the categories by their names where the model has the same ones, else in the order of the file; there
+    are as many as the model has. Images are resized as mmdetection does it: the short side to the model's image size,
+    or to `short`, the long side to at most 1333 / 800 of that.
     """
     file = _annotation_file(existing_folder(path, EXPECTED))
     return batches(CocoImages(file, _image_folder(file), model, short), workers)
@@ -47,7 +49,8 @@ class CocoImages(AnnotatedImages):
         categories = _unique(file, "categories", content["categories"])
         if len(categories) != self.classes:
             raise DataError(f"{file} has {len(categories)} categories, the model {self.classes} classes")
-        self.class_of = {number: place for place, number in enumerate(categories)}
+        self.class_of = _classes(categories, (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or [])
+        _unique(file, "annotations", content["annotations"])
         self.objects: dict[int, list[dict[str, Any]]] = {number: [] for number in names}
         for place, entry in enumerate(content["annotations"]):
             self._check(place, entry, names)
@@ -101,9 +104,12 @@ class CocoImages(AnnotatedImages):
             raise DataError(f"{where}: expected 0 or 1 for iscrowd, got {entry['iscrowd']!r}")
         if len(entry["bbox"]) != 4 or not _numbers(entry["bbox"]) or min(entry["bbox"][2:]) < 0:
             raise DataError(f"{where}: expected bbox as [left, top, width, height], got {entry['bbox']!r}")
-        size = names[entry["image_id"]]
-        problem = _misdrawn(entry["segmentation"], (size["height"], size["width"]))
-        if problem:
+        image = names[entry["image_id"]]
+        size = (image["height"], image["width"])
+        left, top, width, height = entry["bbox"]
+        if _is_outside((left, left + width), (top, top + height), size):
+            raise DataError(f"{where}: bbox {entry['bbox']} lies outside of its image of {size[0]} x {size[1]} pixels")
+        if problem := _misdrawn(entry["segmentation"], size):
             raise DataError(f"{where}: {problem}")
 
     def _mask(self, entry: dict[str, Any], size: tuple[int, int]) -> Any:
@@ -163,6 +169,16 @@ def _unique(file: Path, key: str, entries: list[Any]) -> dict[int, Any]:
     return found
 
 
+def _classes(categories: dict[int, Any], names: Sequence[str]) -> dict[int, int]:
+    """Id of a category -> class of the model, whose names are known or not."""
+    own = [str(entry.get("name")) for entry in categories.values()]
+    same = len(set(own)) == len(own) and sorted(own) == sorted(names)
+    return {
+        number: names.index(name) if same else place
+        for place, (number, name) in enumerate(zip(categories, own, strict=True))
+    }
+
+
 def _demand(entry: Any, where: str, **kinds: Any) -> None:
     """DataError unless an entry is an object with these keys, of these types."""
     if not isinstance(entry, dict):
@@ -200,10 +216,14 @@ def _misdrawn(drawn: list[Any] | dict[str, Any], size: tuple[int, int]) -> str:
         sound = isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 and _numbers(polygon)
         if not sound:
             return f"polygon {place}: expected three or more points [x, y, x, y, ...], got {str(polygon)[:80]}"
-        for values, side in ((polygon[::2], size[1]), (polygon[1::2], size[0])):
-            if min(values) < -side or max(values) > 2 * side:  # a pixel beside the image is nothing unusual
-                return f"polygon {place} lies outside of its image of {size[0]} x {size[1]} pixels"
+        if _is_outside(polygon[::2], polygon[1::2], size):
+            return f"polygon {place} lies outside of its image of {size[0]} x {size[1]} pixels"
     return ""
+
+
+def _is_outside(x: Sequence[float], y: Sequence[float], size: tuple[int, int]) -> bool:
+    """Whether a point is further from an image of this height and width than a side of it: a little is not unusual."""
+    return any(min(values) < -side or max(values) > 2 * side for values, side in ((x, size[1]), (y, size[0])))
 
 
 def _counts(coded: Any) -> list[int]:

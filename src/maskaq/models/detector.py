@@ -86,6 +86,7 @@ class MaskRCNN(nn.Module):
         self.anchor_scale, self.finest = anchor_scale, finest
         self.proposals, self.per_level, self.detections = proposals, per_level, detections
         self.proposal_nms = Suppression(_PROPOSAL_NMS, -math.inf, proposals)
+        self.highest = Highest()
         self.object_nms = Suppression(_DETECTION_NMS, _LEAST_SCORE, detections)
         self.backbone = backbone
         self.norms = nn.ModuleList(nn.LayerNorm(c) for c in channels)
@@ -152,17 +153,11 @@ class MaskRCNN(nn.Module):
         A level with fewer anchors repeats its own.
         """
         count = self.per_level if per_level is None else per_level
-        best = self._best_of_levels(objectness, count, size)
+        best = [
+            start + part.topk(min(count, part.shape[1]), dim=1).indices for start, part in _by_level(objectness, size)
+        ]
         index = torch.cat([x[:, torch.arange(count, device=x.device) % x.shape[1]] for x in best], dim=1)
         return self.boxes_of(anchors[index], taken(deltas, index), size).detach()
-
-    def _best_of_levels(self, objectness: Tensor, count: int, size: tuple[int, int]) -> list[Tensor]:
-        """(B, at most `count`) of each level: its highest-scored anchors, by their numbers among all."""
-        sides = [side + -side % 32 for side in size]
-        lengths = [len(RATIOS) * math.prod(-(-side // stride) for side in sides) for stride in STRIDES]
-        starts = accumulate(lengths[:-1], initial=0)
-        parts = zip(starts, objectness.split(lengths, dim=1), strict=True)
-        return [start + part.topk(min(count, part.shape[1]), dim=1).indices for start, part in parts]
 
     def heads(self, features: list[Tensor], boxes: Tensor) -> dict[str, Tensor]:
         """What the RoI heads say of boxes (B, R, 4).
@@ -237,13 +232,13 @@ class MaskRCNN(nn.Module):
 
     def propose(self, objectness: Tensor, deltas: Tensor, anchors: Tensor, size: tuple[int, int]) -> Tensor:
         """(B, P, 4): the best boxes of each level, less those that overlap better ones of it; empty ones at the end."""
-        best = self._best_of_levels(objectness, self.proposals, size)
+        best = [start + self.highest(part, self.proposals)[1] for start, part in _by_level(objectness, size)]
         levels = [number for number, part in enumerate(best) for _ in range(part.shape[1])]
         index = torch.cat(best, dim=1)
         boxes = self.boxes_of(anchors[index], taken(deltas, index), size)
         scores = objectness.gather(1, index).float().masked_fill(~_is_solid(boxes), -math.inf)
         left = self.proposal_nms(_apart(boxes, torch.tensor(levels, device=boxes.device), size), scores)
-        scores, index = scores.masked_fill(~left, -math.inf).topk(min(self.proposals, scores.shape[1]), dim=1)
+        scores, index = self.highest(scores.masked_fill(~left, -math.inf), self.proposals)
         return taken(boxes, index) * (scores > -math.inf)[..., None]
 
     def choose(
@@ -255,9 +250,21 @@ class MaskRCNN(nn.Module):
         label = torch.arange(self.num_classes, device=boxes.device).repeat(proposals.shape[1])
         scores = scores.flatten(1)
         left = self.object_nms(_apart(boxes, label, size), scores)
-        scores, index = scores.masked_fill(~left, 0).topk(min(self.detections, scores.shape[1]), dim=1)
+        scores, index = self.highest(scores.masked_fill(~left, 0), self.detections)
         boxes = taken(boxes, index) * (scores > 0)[..., None]
         return {"boxes": boxes, "labels": index % self.num_classes, "scores": scores}
+
+
+class Highest(nn.Module):
+    """The highest scores. A module: an exported file has an operator in its place.
+
+    With few bits many scores are equal. Runtimes choose the first of them, and `topk` any.
+    """
+
+    def forward(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(B, N) -> values and places (B, at most `count`), highest first, and of equal ones the first."""
+        values, index = scores.sort(dim=1, descending=True, stable=True)
+        return values[:, :count], index[:, :count]
 
 
 class Suppression(nn.Module):
@@ -325,6 +332,13 @@ def placed(
         pasted = paste(masks, boxes, (height, width)) >= 0.5
         detections.append({"boxes": boxes, "labels": labels, "scores": scores, "masks": pasted})
     return detections
+
+
+def _by_level(objectness: Tensor, size: tuple[int, int]) -> list[tuple[int, Tensor]]:
+    """Of each level the number of its first anchor, and the logits (B, A) of its anchors."""
+    sides = [side + -side % 32 for side in size]
+    lengths = [len(RATIOS) * math.prod(-(-side // stride) for side in sides) for stride in STRIDES]
+    return list(zip(accumulate(lengths[:-1], initial=0), objectness.split(lengths, dim=1), strict=True))
 
 
 def _is_solid(boxes: Tensor) -> Tensor:

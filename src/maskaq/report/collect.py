@@ -352,6 +352,8 @@ def _add_predictions(pictures: Facts, seen: Mapping[str, Seen], task: Task, name
         picture |= task.describe(rows(p, slice(i, i + 1)), rows(q, slice(i, i + 1)), picture["label"])
         named = (picture.get(key, -1) for key in ("label", "teacher", "student"))
         pictures["names"] |= {str(c): names[c] for c in named if names and c >= 0}
+    if task.has_layouts:  # any class may be among those that are drawn
+        pictures["names"] = {str(c): name for c, name in enumerate(names)}
 
 
 def _drawn(models: Mapping[str, nn.Module], images: SyntheticSet) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from maskaq.report.collect import SMALL_SIDE, finite, thumbnails
 from maskaq.report.record import Record
 from maskaq.schedules import spread
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN, share_recovered
+from maskaq.tasks.drawing import colour
 
 try:
     import jinja2
@@ -112,6 +113,7 @@ def _context(records: Sequence[Record], pictures: bool = True) -> dict[str, Any]
             context |= {
                 "rounds": _rounds(records[0]),
                 "drawn": _drawn(records[0]),
+                "legend": _legend(records[0]),
                 "trajectories": _trajectories(records[0]),
                 "maps": _maps(records[0]),
             }
@@ -281,6 +283,13 @@ def _drawn(record: Record) -> list[dict[str, Any]]:
         for model, title in _WHO.items()
         if f"drawn_{model}" in tensors
     ]
+
+
+def _legend(record: Record) -> list[tuple[str, str]]:
+    """Name and CSS colour of each class in the drawings; empty where nothing is drawn or classes have no names."""
+    if not record.task.has_layouts:
+        return []
+    return [(name, f"rgb{colour(int(number))}") for number, name in record.facts["images"]["names"].items()]
 
 
 def _rounds(record: Record) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from maskaq.models import geometry
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
-from maskaq.tasks.drawing import with_objects
+from maskaq.tasks.drawing import size_of_drawing, with_objects
 from maskaq.tasks.metrics import Instances
 from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged
 from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Layout, Outputs, Task
@@ -103,8 +103,10 @@ class Detection(Task):
 
     @torch.no_grad()
     def drawn(self, model: Any, images: Tensor) -> Tensor:
+        size = size_of_drawing((images.shape[2], images.shape[3]))
         with frozen(model):
-            return with_objects(geometry(model).pixels(images), model.detect(images), _SHOWN)
+            found = model.detect(images, sizes=[size] * len(images))
+        return with_objects(geometry(model).pixels(images), found, size, _SHOWN)
 
     @torch.no_grad()
     def evaluate(

@@ -14,7 +14,7 @@ from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
 from maskaq.tasks.classification import kl
-from maskaq.tasks.drawing import with_classes
+from maskaq.tasks.drawing import size_of_drawing, with_classes
 from maskaq.tasks.metrics import IGNORED, Confusion, class_map
 from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged, refuse_not_finite
 from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Layout, Outputs, Task
@@ -82,7 +82,8 @@ class Segmentation(Task):
     @torch.no_grad()
     def drawn(self, model: nn.Module, images: Tensor) -> Tensor:
         with frozen(model):
-            return with_classes(geometry(model).pixels(images), model(images).argmax(dim=1))
+            found = class_map(model(images), size_of_drawing((images.shape[2], images.shape[3])))
+        return with_classes(geometry(model).pixels(images), found)
 
     @torch.no_grad()
     def evaluate(

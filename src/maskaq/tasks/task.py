@@ -152,7 +152,10 @@ class Task(ABC):
         return {"similarity": self.agreement(expected, found).item()}
 
     def drawn(self, model: nn.Module, images: Tensor) -> Tensor | None:
-        """(B, 3, H, W) uint8: what a model finds in normalised images, drawn on them; None where there is no place."""
+        """(B, 3, H, W) uint8: what a model finds in normalised images, drawn on them; None where there is no place.
+
+        A class has the colour `drawing.colour` of its number.
+        """
         return None
 
     @abstractmethod

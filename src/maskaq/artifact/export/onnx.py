@@ -53,7 +53,7 @@ from maskaq.artifact.export.metadata import PREFIX, REMEDY, as_text, describe, o
 from maskaq.artifact.export.programs import Program, program_of
 from maskaq.errors import ExportError
 from maskaq.models import AttentionProducts, data_config
-from maskaq.models.detector import Suppression
+from maskaq.models.detector import Highest, Suppression
 from maskaq.models.structure import replace_module
 from maskaq.quant.deployed import CodedWeight, DeployedConv2d, DeployedLinear, DeployedMatmul, FixedGrid, LogGrid
 from maskaq.quant.grid import level_table
@@ -273,6 +273,14 @@ class _Suppression(nn.Module):
         return _placeholder("Suppression", (boxes, scores), self.attributes, scores.shape) > 0
 
 
+class _Highest(nn.Module):
+    """Becomes ONNX's TopK, which takes the first of equal values."""
+
+    def forward(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        values, index = scores.topk(min(count, scores.shape[1]), dim=1)
+        return values, index
+
+
 class _Seen(nn.Module):
     """A model with placeholders, as a function of images alone that gives all tensors of its program.
 
@@ -323,6 +331,8 @@ def _with_placeholders(model: nn.Module) -> nn.Module:
                 replace_module(seen, name, _HeadProduct(*grids))
         elif isinstance(module, Suppression):
             replace_module(seen, name, _Suppression(module, name))
+        elif isinstance(module, Highest):
+            replace_module(seen, name, _Highest())
     return seen
 
 

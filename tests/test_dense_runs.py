@@ -43,6 +43,12 @@ KINDS = pytest.mark.parametrize("kind", mostly_slow(list(DENSE), "segmentation")
 LITTLE = ("synthesis.relabel=1", "synthesis.images=4", "synthesis.batch=2")
 
 
+@pytest.mark.parametrize("name", ["demo-scenes", "demo-boxes"])
+def test_the_layouts_of_a_demo_follow_what_the_teacher_sees_while_images_are_made(name):
+    synthesis = maskaq.load_recipe(name).synthesis
+    assert 0 < synthesis.relabel < synthesis.steps
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """kind -> the folder of a run of two rounds that nothing interrupted, and its result; made once."""

@@ -416,6 +416,44 @@ def test_a_resumed_calibrator_keeps_the_pace_it_began_with():
     assert_same(state(resumed.student), state(straight.student))
 
 
+FIRST_STEP = "calibration.pace=first_step"
+
+
+def test_the_pace_is_halved_until_the_first_step_lowers_the_loss_of_its_images():
+    settings = (*ADAMW, "quantization.bits=w8a8", "calibration.lr=0.1", "calibration.batch=4")
+    data = pictures(4)
+    found = {}
+    for pace in ("error", "first_step"):
+        cal = calibrator(*settings, f"calibration.pace={pace}")
+        start = cal.epoch(data, 0)["loss"]
+        found[pace] = start, cal.optimizer.param_groups[0]["pace"], cal.epoch(data, 0)["loss"]
+    (start, paced, after), (start_halved, halved, after_halved) = found.values()
+    assert after > start == start_halved > after_halved
+    assert paced > halved and math.log2(paced / halved).is_integer()
+
+
+def test_looking_for_the_pace_changes_nothing_else():
+    settings = (*ADAMW, "quantization.bits=w8a8", "calibration.lr=0.1", "calibration.clip_grad=0.1")
+    searched = calibrator(*settings, FIRST_STEP)
+    told = searched.epoch(pictures(), 0)
+    pace = searched.optimizer.param_groups[0]["pace"]
+    plain = calibrator(*settings, "calibration.pace=fixed")
+    for group in plain.optimizer.param_groups:
+        group["pace"] = pace
+    assert pace < 0.01 and plain.epoch(pictures(), 0) == told
+    assert_same(state(plain.student), state(searched.student))
+
+
+def test_where_the_first_step_helps_the_pace_is_the_students_error():
+    settings = (*ADAMW, *SCHEME, "calibration.lr=0.001")
+    paces = []
+    for pace in (PACED, FIRST_STEP):
+        cal = calibrator(*settings, pace)
+        cal.epoch(pictures(), 0)
+        paces.append(cal.optimizer.param_groups[0]["pace"])
+    assert paces[0] == paces[1]
+
+
 def test_the_gradient_is_clipped_at_its_norm():
     def step(clip):
         cal = calibrator(SGD, "calibration.momentum=0", "calibration.lr=1", f"calibration.clip_grad={clip}", *SCHEME)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from maskaq.ranks import ALONE, Ranks
 from maskaq.recipe.schema import Recipe
 from maskaq.schedules import cosine
 from maskaq.tasks import task_of
+
+_T = TypeVar("_T")
+_MOST_HALVINGS = 12
 
 
 class Calibrator:
@@ -139,8 +142,51 @@ class Calibrator:
 
     def _begin(self, data: SyntheticSet, epoch: int) -> None:
         """Called before the steps of every epoch: the first one sets the pace."""
-        if epoch == self.epochs.start and self.config.pace == "error":
-            self._set_pace(self.ranks.agreed(self.start_error(data)))
+        if epoch > self.epochs.start or self.config.pace == "fixed":
+            return
+        self._set_pace(self.ranks.agreed(self.start_error(data)))
+        if self.config.pace == "first_step":
+            self._within_memory(lambda: self._shorten_first_step(data, epoch), self.config.batch)
+
+    def _shorten_first_step(self, data: SyntheticSet, epoch: int) -> None:
+        """Halve the pace until the first step lowers the loss of its own images. The student is as before then.
+
+        AdamW moves every weight by the same amount, and how far outputs move with it depends on the model: on its
+        width and on its largest channels. Steps that are too long make a student of 8 bits worse than it starts.
+        """
+        batch, share = self._first_batch(data, epoch)
+        buffers = BatchBuffers(batch.to(self.device), share)
+        buffers.epoch.fill_(epoch)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        weights = [p.detach().clone() for p in parameters]
+        with self._running(epoch):
+            loss = self._differentiated_loss(buffers)
+            gradients = [p.grad for p in parameters]
+            for _ in range(_MOST_HALVINGS):
+                self._set_lr(epoch)
+                self._descend(buffers)
+                stepped = self._differentiated_loss(buffers)
+                self.optimizer.state.clear()
+                with torch.no_grad():
+                    for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+                        parameter.copy_(weight)
+                        parameter.grad = gradient
+                if stepped < loss:
+                    return
+                for group in self.optimizer.param_groups:
+                    group["pace"] /= 2
+
+    def _first_batch(self, data: SyntheticSet, epoch: int) -> tuple[SyntheticSet, "Share"]:
+        """What this rank takes of the first batch of an epoch."""
+        chosen = randomness.permutation(self.seed, epoch, len(data))[: self.config.batch].to(data.labels.device)
+        share = Share.of(self.ranks, len(chosen))
+        return data[share.rows(chosen)], share
+
+    def _differentiated_loss(self, buffers: "BatchBuffers") -> float:
+        """The loss of a whole batch; its gradients are left in the parameters."""
+        self._differentiate(buffers)
+        self._sum(buffers)
+        return float(buffers.parts["loss"])
 
     @contextmanager
     def _running(self, epoch: int) -> Iterator[None]:
@@ -171,20 +217,28 @@ class Calibrator:
         """One optimiser step; the mean of each loss term. Of several ranks, each takes its part of the batch."""
         share = Share.of(self.ranks, len(chosen))
         batch = data[share.rows(chosen)]
+
+        def step() -> dict[str, Tensor]:
+            buffers = self._buffers.get(len(chosen)) or self._new_buffers(batch, share)
+            buffers.fill(batch, epoch)
+            buffers.advance()
+            return buffers.parts
+
         with self.engine.once() if len(chosen) != self.config.batch else nullcontext():  # the last batch of an epoch
-            while True:
-                buffers = self._buffers.get(len(chosen)) or self._new_buffers(batch, share)
-                buffers.fill(batch, epoch)
-                try:
-                    buffers.advance()
-                    return buffers.parts
-                except torch.OutOfMemoryError:
-                    self._buffers.clear()
-                    if self.micro_batch == 1:
-                        raise
-                    self.micro_batch = max(1, min(self.micro_batch, len(batch)) // 2)
-                    torch.cuda.empty_cache()
-                    self.progress.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
+            return self._within_memory(step, len(batch))
+
+    def _within_memory(self, step: Callable[[], _T], images: int) -> _T:
+        """The result of a step, in smaller parts if the GPU's memory is not enough for so many images."""
+        while True:
+            try:
+                return step()
+            except torch.OutOfMemoryError:
+                self._buffers.clear()
+                if self.micro_batch == 1:
+                    raise
+                self.micro_batch = max(1, min(self.micro_batch, images) // 2)
+                torch.cuda.empty_cache()
+                self.progress.note(f"out of GPU memory: calibration goes on in parts of {self.micro_batch} images")
 
     def _new_buffers(self, batch: SyntheticSet, share: "Share") -> "BatchBuffers":
         buffers = self._buffers[share.count] = BatchBuffers(batch.to(self.device), share)

@@ -33,6 +33,11 @@ if TYPE_CHECKING:  # their packages are an extra
     from maskaq.artifact.export.verify import Verification
 
 SECONDS_BETWEEN_LINES = 10.0
+_PACES = {
+    "fixed": "",
+    "error": " x the student's error at the start",
+    "first_step": " x the student's error at the start, halved until a step lowers the loss",
+}
 
 
 class ProgressBar(Progress):
@@ -197,7 +202,7 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     if "reconstruct" in calibration.stages:
         blocks = calibration.reconstruct
         table.add_row("reconstruct", f"{blocks.epochs} epochs in all, block after block, lr {blocks.lr:g}")
-    rate = f"lr {calibration.lr:g}" + (" x the student's error at the start" if calibration.pace == "error" else "")
+    rate = f"lr {calibration.lr:g}" + _PACES[calibration.pace]
     if "calibrate" in calibration.stages:
         table.add_row(
             "calibrate", f"{calibration.epochs} epochs of {calibration.optimizer}, {rate}, batch {calibration.batch}"

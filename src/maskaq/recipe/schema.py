@@ -420,8 +420,9 @@ class Calibration(_Table, path="calibration"):
     pace: str = setting(
         "fixed",
         "fixed: lr; error: lr times the relative error of the student's blocks before the first step, at most 1, so "
-        "that a student close to the teacher takes small steps (not in the paper)",
-        choices=("fixed", "error"),
+        "that a student close to the teacher takes small steps; first_step: the same, halved until the first step "
+        "lowers the loss of its own images (not in the paper)",
+        choices=("fixed", "error", "first_step"),
     )
     momentum: float = setting(0.9, "momentum of sgd", low=0.0, high=0.9999)
     weight_decay: float = setting(0.0, "weight decay, for weights only", low=0.0, high=_LARGEST_LR)

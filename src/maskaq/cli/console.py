@@ -310,7 +310,7 @@ def what_was_recovered(rows: dict[str, Evaluation | str]) -> str:
             f"with a standard error of {noise:.{decimals}f}"
         )
     if share < 0:
-        outcome = "maskaq is worse still: calibrate for longer"
+        outcome = "maskaq is worse still: give it more epochs, or a lower calibration.lr"
     else:
         start = rows.get(PTQ)
         outcome = f"maskaq recovers {100 * share:.0f} % of that"

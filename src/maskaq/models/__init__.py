@@ -83,8 +83,9 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     _refuse_unknown_layers(exposed)
     if not found.blocks and (family is not None or not _is_transformer(model)):
         raise ModelError(
-            f"this {class_name(model)} has no attention layer: expected a vision transformer, one of timm's "
-            "(`maskaq list models`), of transformers, or your own"
+            f"this {class_name(model)} has no attention layer that maskaq can see: expected a vision transformer, one "
+            "of timm's (`maskaq list models`), of transformers, or your own with methods that call "
+            "scaled_dot_product_attention or nn.MultiheadAttention, or multiply q @ k and take a softmax"
         )
     if getattr(exposed, "num_classes", None) is None:
         exposed.num_classes = found.outputs  # type: ignore[assignment]

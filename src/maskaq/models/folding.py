@@ -108,7 +108,7 @@ def _write_plainly(model: nn.Module, image: Tensor) -> None:
             replace_module(model, name, _plain(module, sizes[module]))
         elif type(module) is nn.ConvTranspose2d and _is_enlarging(module):
             replace_module(model, name, _shuffled(module))
-        elif type(module) is nn.MultiheadAttention and module.in_proj_weight is not None and module.bias_k is None:
+        elif type(module) is nn.MultiheadAttention and module.bias_k is None:
             replace_module(model, name, MultiheadAttention(module).eval())
 
 
@@ -141,7 +141,10 @@ class MultiheadAttention(nn.Module):
         self.batch_first: bool = attention.batch_first
         self.in_proj_bias = None  # so that nn.TransformerEncoderLayer calls it
         biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
-        weights = attention.in_proj_weight.chunk(3)
+        if attention.in_proj_weight is None:  # keys or values have a width of their own
+            weights = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+        else:
+            weights = attention.in_proj_weight.chunk(3)
         self.q, self.k, self.v = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
         self.out_proj = _linear(attention.out_proj.weight, attention.out_proj.bias)
 
@@ -159,6 +162,10 @@ class MultiheadAttention(nn.Module):
         tokens = (query, key, value) if self.batch_first else (x.transpose(0, 1) for x in (query, key, value))
         layers = (self.q, self.k, self.v)
         q, k, v = (f(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for f, x in zip(layers, tokens, strict=True))
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask  # True is what is left out, there what is seen
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
         return (output if self.batch_first else output.transpose(0, 1)), None

@@ -22,6 +22,7 @@ from maskaq.randomness import image_keys, normal
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "bmm")
+_OTHER_PRODUCTS = ("einsum", "baddbmm")
 _SPATIAL = ("conv2d", "max_pool2d", "avg_pool2d")
 # Functions that only move values: the output of a softmax remains one.
 _MOVES = (
@@ -39,12 +40,12 @@ class Seen:
     """Module -> its methods that call `scaled_dot_product_attention`."""
     products: dict[str, set[str]] = field(default_factory=dict)
     """Module -> its methods that multiply two activations."""
-    softmaxes: set[str] = field(default_factory=set)
-    """Modules that compute a softmax."""
+    softmaxes: dict[str, set[str]] = field(default_factory=dict)
+    """Module -> its methods that compute a softmax."""
+    other_products: dict[str, set[str]] = field(default_factory=dict)
+    """Module -> its methods that multiply by a function that cannot be replaced."""
     unreached: dict[str, None] = field(default_factory=dict)
-    """Functions, not methods of a module, that call `scaled_dot_product_attention`."""
-    einsums: dict[str, set[str]] = field(default_factory=dict)
-    """Module -> its methods that call `einsum`."""
+    """Functions, not methods of a module, that compute attention."""
     grids: dict[tuple[int, int], None] = field(default_factory=dict)
     """Heights and widths of the feature maps."""
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -97,41 +98,46 @@ class _Watch(TorchFunctionMode):
     def __init__(self, names: dict[int, str], seen: Seen) -> None:
         super().__init__()
         self.names, self.seen = names, seen
-        self.kept: list[Any] = []  # a tensor that is gone could lend its id to another
+        self.functions: dict[Any, set[str]] = {}
+        """Code of a function that is no method of a module -> its parts of an attention."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name == "scaled_dot_product_attention":
-            self._note(self.seen.attentions, must=True)
+            self._note(self.seen.attentions, "product", "softmax")
         elif name in _PRODUCTS:
-            self._note(self.seen.products)
+            self._note(self.seen.products, "product")
+        elif name in _OTHER_PRODUCTS:
+            self._note(self.seen.other_products, "product")
         elif name == "softmax":
-            self.seen.softmaxes.update(filter(None, [self._caller()[0]]))
-        elif name == "einsum":
-            self._note(self.seen.einsums)
+            self._note(self.seen.softmaxes, "softmax")
         elif name in _SPATIAL and isinstance(output, Tensor) and output.dim() == 4:
             self.seen.grids[tuple(output.shape[2:])] = None  # type: ignore[index]
         return output
 
-    def _note(self, where: dict[str, set[str]], must: bool = False) -> None:
-        module, method = self._caller()
+    def _note(self, where: dict[str, set[str]], *parts: str) -> None:
+        """Note the module and the method that a call comes from; of a function that is no method, its parts."""
+        module, method, code = self._caller()
         if module is not None:
             where.setdefault(module, set()).add(method)
-        elif must:
-            self.seen.unreached[method] = None
+            return
+        computed = self.functions.setdefault(code, set())
+        computed.update(parts)
+        if len(computed) == 2:
+            self.seen.unreached[code.co_name] = None
 
-    def _caller(self) -> tuple[str | None, str]:
-        """The module and the method that the call comes from; None and the function's name if it is no method."""
+    def _caller(self) -> tuple[str | None, str, Any]:
+        """The module, the method and the code that a call comes from; None where it is no method of a module."""
         frame = sys._getframe(2)
         while frame.f_back is not None and (frame.f_code.co_filename.startswith(_TORCH) or _is_ours(frame)):
             frame = frame.f_back
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module) and code is hf.attention.__code__:
-            return self.names.get(id(owner)), ""  # transformers hands the module over: there is nothing to rewire
+            return self.names.get(id(owner)), "", code  # transformers hands it over: there is nothing to rewire
         method = method_of(type(owner), code) if isinstance(owner, nn.Module) else None
-        return (None, code.co_name) if method is None else (self.names.get(id(owner)), method)
+        return (None, "", code) if method is None else (self.names.get(id(owner)), method, code)
 
 
 def _is_ours(frame: Any) -> bool:

@@ -9,12 +9,14 @@ plain code.
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from maskaq.errors import ModelError
 
@@ -60,35 +62,46 @@ def _recompiled(cls: type, name: str, matmuls: bool) -> Any:
     tree = ast.parse(textwrap.dedent("".join(lines)))
     definition: Any = tree.body[0]
     definition.decorator_list = []
-    _Calls(definition.args.args[0].arg, name, matmuls).visit(definition)
-    # `super()` and `__class__` in a method are names of an enclosing scope, here as in a class.
-    outer: Any = ast.parse("def outer(__class__):\n    return None").body[0]
+    _Calls(definition.args.args[0].arg, name, matmuls, function.__globals__).visit(definition)
+    # `super()` and `__class__` in a method are names of an enclosing scope, as are names of a function around a class.
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    enclosing = {"__class__": owner} | {key: cell.cell_contents for key, cell in cells}
+    outer: Any = ast.parse(f"def outer({', '.join(enclosing)}):\n    return None").body[0]
     outer.body = [definition, ast.parse(f"return {definition.name}").body[0]]
     tree.body = [outer]
     ast.fix_missing_locations(ast.increment_lineno(tree, first - 1))
     names: dict[str, Any] = {}
     exec(compile(tree, inspect.getsourcefile(function) or "<unknown>", "exec"), function.__globals__, names)
-    return names["outer"](owner)
+    return names["outer"](**enclosing)
 
 
 class _Calls(ast.NodeTransformer):
     """Puts our calls in the place of those that multiply activations."""
 
-    def __init__(self, self_name: str, method: str, matmuls: bool) -> None:
-        self.self_name, self.method, self.matmuls = self_name, method, matmuls
+    def __init__(self, self_name: str, method: str, matmuls: bool, names: Mapping[str, Any]) -> None:
+        self.self_name, self.method, self.matmuls, self.names = self_name, method, matmuls, names
         self.count = 0
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
+        function = self._value(node.func)
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if called == "scaled_dot_product_attention":
+        if function is F.scaled_dot_product_attention or called == "scaled_dot_product_attention":
             node.func = self._products("attention")
-        elif called in ("matmul", "bmm") and self.matmuls and not node.keywords:
-            owner = getattr(node.func, "value", None)
-            is_function = isinstance(owner, ast.Name) and owner.id == "torch"
-            operands = node.args if is_function else [owner, *node.args]
+        elif self.matmuls and not node.keywords:
+            operands: list[Any] = []
+            if function is torch.matmul or function is torch.bmm:
+                operands = node.args
+            elif isinstance(node.func, ast.Attribute) and called in ("matmul", "bmm"):
+                operands = [node.func.value, *node.args]
             return self._multiply(*operands) if len(operands) == 2 else node
         return node
+
+    def _value(self, node: ast.AST) -> Any:
+        """What a dotted name is in the module of the method; None of a local one."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self._value(node.value), node.attr, None)
+        return self.names.get(node.id) if isinstance(node, ast.Name) else None
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)

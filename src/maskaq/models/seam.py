@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maskaq.errors import ModelError, first_line
 from maskaq.models import hf, probe, rewiring, swinv2
-from maskaq.models.folding import fold_
+from maskaq.models.folding import MultiheadAttention, fold_
 from maskaq.models.layout import Layout, find_layout, is_in_raster_order
 from maskaq.models.products import AttentionProducts, Matmul
 from maskaq.models.structure import Exposed, main_output, outputs_again, tensors_of
@@ -142,15 +143,24 @@ def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Ex
         ) from error
     probe.refuse_output(before.output, model, task)
     expected = before.output
-    fold_(model, image)
-    before = probe.watch(model, image)
+    try:
+        fold_(model, image)
+        before = probe.watch(model, image)
+    except Exception as error:
+        if not any(isinstance(module, MultiheadAttention) for module in model.modules()):
+            raise
+        raise ModelError(
+            f"this {hf.class_name(model)} cannot do without the maps that nn.MultiheadAttention returns "
+            f"({first_line(error)}): expected a model that ignores them"
+        ) from error
     if before.unreached:
         raise ModelError(
             f"attention is computed by {next(iter(before.unreached))}, which is no method of a module of this "
-            f"{hf.class_name(model)}: move the call of scaled_dot_product_attention into the attention module"
+            f"{hf.class_name(model)}: compute it in a method of the attention module"
         )
     owners = _rewire(model, before)
     _bind(model, owners, image)
+    _refuse_other_products(owners, before)
     _check(model, owners, expected, image)
     after = probe.watch(model, image)
     _leave_in_float(model, after)
@@ -178,13 +188,19 @@ def _rewire(model: nn.Module, seen: probe.Seen) -> dict[str, Any]:
         if own is not None:
             module.products.scale, module.products.num_heads = 1.0, module.num_heads
         owners[name] = module
-    for name in seen.einsums:
-        if name in seen.softmaxes and name not in owners:
-            raise ModelError(
-                f"the attention of {name!r} is computed with einsum, which maskaq cannot expose: write its products "
-                "with @ or scaled_dot_product_attention"
-            )
     return owners
+
+
+def _refuse_other_products(owners: dict[str, Any], seen: probe.Seen) -> None:
+    """ModelError where a product of an attention would stay in float without a word."""
+    for name in seen.other_products:
+        products = owners[name].products if name in owners else None
+        found = 2 if isinstance(products, Fused) else len(products.names) if products is not None else 0
+        if name in seen.softmaxes and found < 2:
+            raise ModelError(
+                f"the attention of {name!r} is computed with einsum or baddbmm, which maskaq cannot expose: write its "
+                "products with @ or scaled_dot_product_attention"
+            )
 
 
 def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
@@ -211,9 +227,18 @@ def _recording(binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., T
     products = binding.module.products
     heads = next((int(getattr(binding.module, key)) for key in HEADS if _is_number(binding.module, key)), 0)
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        products.bind(query, kwargs.get("is_causal", False), kwargs.get("scale"), heads)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        products.bind(query, is_causal, scale, heads)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
 
     def multiply(place: str, a: Tensor, b: Tensor) -> Tensor:
         signed = (a not in softmaxed, b not in softmaxed)
@@ -262,7 +287,8 @@ def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tenso
     for name in owners:
         if name not in reached:
             raise ModelError(
-                f"the attention of {name!r} was not seen: maskaq cannot expose this {hf.class_name(model)}"
+                f"the attention of {name!r} cannot be exposed: call F.scaled_dot_product_attention(...), or write "
+                f"a @ b, in the code of a method of {type(owners[name]).__name__} itself"
             )
     if image.is_meta:
         return
@@ -348,7 +374,8 @@ def _block_of(model: nn.Module, name: str, seen: probe.Seen) -> str:
         block = ".".join(parts[:end])
         if isinstance(parent, nn.ModuleList | nn.Sequential) and len(main_output(seen.outputs.get(block, ()))) == 1:
             return block
-    return name.rpartition(".")[0] or name
+    around = name.rpartition(".")[0]
+    return around if around and around in seen.outputs else name
 
 
 def _layout_of(

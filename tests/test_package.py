@@ -1,6 +1,7 @@
 """The package as it is imported; who may import whom is in pyproject.toml, under `[tool.importlinter]`."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,3 +29,10 @@ def test_public_names_exist_and_are_named_once():
     assert names and len(names) == len(set(names))
     assert not [name for name in names if not hasattr(maskaq, name)]
     assert maskaq.__version__.count(".") == 2
+
+
+def test_the_reference_has_every_public_name_under_a_heading():
+    root = Path(__file__).parent.parent
+    listed = re.findall(r"^::: maskaq\.(\S+)$", (root / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(maskaq.__all__)
+    assert "show_root_heading: true" in (root / "mkdocs.yml").read_text()

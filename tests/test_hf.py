@@ -240,6 +240,30 @@ def test_what_is_no_model_of_transformers_is_one_clear_error(tmp_path):
         load_model(f"hf:{tmp_path}", tmp_path / "x.safetensors")
 
 
+def test_a_file_a_folder_that_is_not_there_and_a_model_of_timm_say_what_to_type(folder, tmp_path):
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "config.json").write_text(
+        '{"architecture": "vit_tiny_patch16_224", "num_classes": 5, "pretrained_cfg": {}}'
+    )
+    file = folder / "model.safetensors"
+    for source, error in (
+        (file, f"--checkpoint {file}"),
+        (tmp_path / "none", "no such folder"),
+        ("", "no such folder"),
+        (tmp_path / "timm", "vit_tiny_patch16_224.*--checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=error):
+            load_model(f"hf:{source}")
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    small("vit").save_pretrained(tmp_path, max_shard_size="10KB")
+    shard = min(tmp_path.glob("*.safetensors"))
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        load_model(f"hf:{tmp_path}")
+
+
 @pytest.mark.parametrize("reachable", [True, False])
 def test_a_hub_that_cannot_be_reached_is_not_waited_for(monkeypatch, reachable):
     """Neither for the processor of a model that came from it, nor for a model."""

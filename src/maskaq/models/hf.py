@@ -176,10 +176,16 @@ def _refuse_without_images(model: Any) -> None:
 def load(source: str) -> HuggingFace:
     """The model of a folder or of a repository of the hub, with its weights, float32."""
     transformers = _transformers()
+    _refuse_paths(source)
     extra: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with _hub_of(source), _quiet(transformers, bars=not os.path.isdir(source)):
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            if config.model_type == "timm_wrapper":
+                raise CheckpointError(
+                    f"{PREFIX}{source} has a model of timm: give its name, {config.architecture}, and the weights with "
+                    "--checkpoint model.safetensors"
+                )
             name = (getattr(config, "architectures", None) or [""])[0]
             cls = getattr(transformers, _PART.get(name, name), None) or transformers.AutoModel
             if name == "CLIPModel":  # the width of its embedding is told beside the tower's config, and maybe not in it
@@ -188,6 +194,8 @@ def load(source: str) -> HuggingFace:
             model, report = cls.from_pretrained(source, **extra)
             if any(key.startswith("pooler.") for key in report["missing_keys"]):  # else it would be a random one
                 model, report = type(model).from_pretrained(source, **extra, **{_POOLER: False})
+    except CheckpointError:
+        raise
     except Exception as error:  # hub, disk, json, unknown model types: many classes, one remedy
         raise CheckpointError(
             f"{PREFIX}{source}: expected a folder or repository of a transformers model: {first_line(error)}"
@@ -195,6 +203,17 @@ def load(source: str) -> HuggingFace:
     _refuse_without_images(model)
     _refuse_misfit(model, report, f"{PREFIX}{source}")
     return HuggingFace(model.eval(), _processor(source)).eval()
+
+
+def _refuse_paths(source: str) -> None:
+    """CheckpointError for a path of what is no folder, and cannot be a repository's name."""
+    if os.path.isfile(source):
+        raise CheckpointError(
+            f"{PREFIX}{source} is a file: expected the folder of a transformers model, as save_pretrained writes it. "
+            f"Weights with timm's names go to --checkpoint, as in MODEL --checkpoint {source}"
+        )
+    if not os.path.isdir(source) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) is None:
+        raise CheckpointError(f"{PREFIX}{source}: there is no such folder, and no repository has such a name")
 
 
 def _refuse_misfit(model: Any, report: Mapping[str, Any], source: str) -> None:

@@ -8,6 +8,7 @@ from timm.models import list_models
 from torch import matmul, nn, softmax
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as attend
+from torchvision.transforms.functional import to_pil_image
 
 import maskaq
 from maskaq.artifact.export import export
@@ -170,6 +171,21 @@ def test_a_model_of_ones_own_is_exposed_and_tapped(attention):
         assert seen["scores"][1].shape == seen["probs"][1].shape == (2, 3, 16, 16)
         assert torch.allclose(seen["probs"][0].sum(dim=-1), torch.ones(2, 3, 16))
         assert seen["heads"][0].shape == (2, 3, 16, 8) and seen["probs_received"][0].shape == (2, 3, 16)
+
+
+def test_a_model_of_ones_own_is_quantized_saved_and_loaded(tmp_path):
+    torch.manual_seed(0)
+    model = Own(Attention).eval()
+    assert not hasattr(model, "num_classes")
+    result = maskaq.quantize(model, load_recipe("quick", *TINY), tmp_path / "run", device="cpu", report=False)
+    loaded = maskaq.from_pretrained(tmp_path / "run" / "quantized", like=model)
+    images = images_of(result.model)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), result.model(images))
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    to_pil_image(torch.zeros(3, 32, 32)).save(tmp_path / "images" / "a" / "0.png")
+    with pytest.raises(ModelError, match="num_classes"):
+        maskaq.image_folder(tmp_path / "images", model)
 
 
 def written_with(scale):

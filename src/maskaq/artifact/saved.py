@@ -380,7 +380,8 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
     """Build the deployed model of a config and load its tensors."""
     with torch.random.fork_rng(devices=[]):  # building draws random weights, which are replaced
         model = rebuild(config["timm"]) if like is None else copy.deepcopy(like)
-    update_record_(model, num_classes=model.num_classes)
+    if (classes := getattr(model, "num_classes", None)) is not None:
+        update_record_(model, num_classes=classes)
     update_record_(model, **{key: tuple(v) if isinstance(v := config[key], list) else v for key in PREPARATION})
     if config.get("id2label"):
         update_record_(model, label_names=[config["id2label"][str(i)] for i in range(config["num_labels"])])

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from maskaq.errors import DataError
+from maskaq.errors import DataError, ModelError
 from maskaq.models import data_config
 from maskaq.tasks import task_of
 
@@ -117,7 +117,12 @@ def image_folder(
     except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{root} is not an image folder: {expected}, and {str(error).rstrip('.')}") from error
     if has_classes:
-        dataset.target_transform = _class_map(dataset.classes, int(model.num_classes), root, class_index).__getitem__
+        count = getattr(model, "num_classes", None)
+        if count is None:
+            raise ModelError(
+                f"this {type(model).__name__} has no num_classes: set it, or pass a model of maskaq.expose"
+            )
+        dataset.target_transform = _class_map(dataset.classes, int(count), root, class_index).__getitem__
     return Loader(dataset, batch_size=batch, num_workers=workers)
 
 

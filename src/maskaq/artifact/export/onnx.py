@@ -362,7 +362,8 @@ def _traced(model: nn.Module, input_size: Sequence[int], opset: int = OPSET) -> 
     assert program is not None
     if not isinstance(program.model.graph.inputs[0].shape[0], ir.SymbolicDim):
         raise ExportError(
-            f"{type(model).__name__} cannot be exported: its code fixes the number of images, which a file leaves open"
+            f"{type(model).__name__} cannot be exported: its code fixes the number of images, which a file leaves "
+            "open; len(x) does so, x.shape[0] does not"
         )
     graph = program.model.graph
     for value in list(graph.outputs):

@@ -122,8 +122,7 @@ def streams_of(model: nn.Module) -> tuple[Stream, ...] | str:
 
 def _is_transformer(model: nn.Module) -> bool:
     """Whether it is of timm's families, though it has no attention: the smallest of a family may have none."""
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    return record.get("architecture") in names.supported_names()
+    return names.record_of(model).get("architecture") in names.supported_names()
 
 
 def _drop_nothing(model: nn.Module) -> None:
@@ -186,7 +185,7 @@ def task_name(model: Any) -> str:
     Features are the outputs of a model without a classifier (num_classes is 0) and of an image tower. A tower with
     another number of outputs than its own is a user's classifier.
     """
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    record = names.record_of(model)
     if record.get("task"):
         return str(record["task"])
     width = embedding_width(record)
@@ -270,10 +269,10 @@ def in_float(exposed: nn.Module) -> dict[str, int]:
 
 def class_names(model: nn.Module) -> list[str] | None:
     """Names of the classes, where known: the model's own, or ImageNet's where timm's tag says so."""
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
+    record = names.record_of(model)
     classes = geometry(model).classes
-    names = record.get("label_names")
-    if not names and classes == 1000 and "in1k" in str(record.get("tag")):  # the data of the last training
+    labels = record.get("label_names")
+    if not labels and classes == 1000 and "in1k" in str(record.get("tag")):  # the data of the last training
         imagenet = ImageNetInfo("imagenet-1k")
-        names = [imagenet.index_to_description(i) for i in range(classes)]
-    return [str(name) for name in names] if names and classes and len(names) == classes else None
+        labels = [imagenet.index_to_description(i) for i in range(classes)]
+    return [str(label) for label in labels] if labels and classes and len(labels) == classes else None

@@ -98,8 +98,7 @@ def set_task(model: nn.Module, task: str | None = None) -> nn.Module:
         raise ModelError(f"task: expected {_other_tasks(own)}, got {task!r}")
     if task == "classification" and not getattr(model, "num_classes", 1):
         raise ModelError(f"this {hf.class_name(model)} has no classifier (num_classes is 0): its task is features")
-    record: Any = getattr(model, "pretrained_cfg", None) or {}
-    model.pretrained_cfg = model.default_cfg = {**record, "task": task}  # type: ignore[assignment]
+    update_record_(model, task=task)
     return model
 
 

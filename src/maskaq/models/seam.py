@@ -116,13 +116,14 @@ class WrittenOut(AttentionProducts):
         self.passed = {**self.passed, **{k: v for k, v in {**points, **received}.items() if k in self.listened}}
 
 
-@dataclass
-class _Binding:
-    """What is recorded about the products of one module in the first forward pass with them."""
+@dataclass(frozen=True)
+class _Product:
+    """What is recorded of a product `a @ b` in the first forward pass with it."""
 
-    module: Any
-    places: dict[str, tuple[bool, tuple[bool, bool], Tensor, Tensor]]
-    """Place -> whether behind the softmax, signs of the operands, operands."""
+    signed: tuple[bool, bool]
+    """Whether each operand can be negative; the output of a softmax cannot."""
+    heads: int
+    """The second of four axes; 0 where there are not four."""
 
 
 def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Exposed:
@@ -206,11 +207,13 @@ def _refuse_other_products(owners: dict[str, Any], seen: probe.Seen) -> None:
 def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
     """Run the model once with products that only record, and set them up from what they recorded."""
     softmaxed = probe.Softmaxed()
-    bindings = [_Binding(module, {}) for module in owners.values()]
-    for binding in bindings:
-        products = binding.module.products
-        method = "attention" if isinstance(products, Fused) else "multiply"
-        setattr(products, method, _recording(binding, softmaxed))
+    found: dict[str, dict[str, _Product]] = {name: {} for name in owners}  # of each owner by place in the source
+    for name, module in owners.items():
+        products = module.products
+        if isinstance(products, Fused):
+            products.attention = _recording_attention(module)  # type: ignore[method-assign]
+        else:
+            products.multiply = _recording_products(found[name], softmaxed)  # type: ignore[method-assign]
     try:
         with torch.no_grad(), softmaxed:
             model(image)
@@ -218,14 +221,13 @@ def _bind(model: nn.Module, owners: dict[str, Any], image: Tensor) -> None:
         for module in owners.values():
             module.products.__dict__.pop("attention", None)
             module.products.__dict__.pop("multiply", None)
-    for binding in bindings:
-        if isinstance(binding.module.products, WrittenOut):
-            _name_products(binding)
+    for name, module in owners.items():
+        if isinstance(module.products, WrittenOut):
+            _name_products(module.products, found[name])
 
 
-def _recording(binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
-    products = binding.module.products
-    heads = next((int(getattr(binding.module, key)) for key in HEADS if _is_number(binding.module, key)), 0)
+def _recording_attention(module: Any) -> Callable[..., Tensor]:
+    heads = next((int(getattr(module, key)) for key in HEADS if _is_number(module, key)), 0)
 
     def attention(
         query: Tensor,
@@ -237,36 +239,36 @@ def _recording(binding: _Binding, softmaxed: probe.Softmaxed) -> Callable[..., T
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        products.bind(query, is_causal, scale, heads)
+        module.products.bind(query, is_causal, scale, heads)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=enable_gqa)
 
+    return attention
+
+
+def _recording_products(found: dict[str, _Product], softmaxed: probe.Softmaxed) -> Callable[..., Tensor]:
     def multiply(place: str, a: Tensor, b: Tensor) -> Tensor:
-        signed = (a not in softmaxed, b not in softmaxed)
-        binding.places.setdefault(place, (not all(signed), signed, a, b))
+        heads = a.shape[1] if a.dim() == b.dim() == 4 else 0
+        found.setdefault(place, _Product((a not in softmaxed, b not in softmaxed), heads))
         return a @ b
 
-    return attention if isinstance(products, Fused) else multiply
+    return multiply
 
 
 def _is_number(module: Any, key: str) -> bool:
     return type(getattr(module, key, None)) is int
 
 
-def _name_products(binding: _Binding) -> None:
-    """`qk` and `av` where there are two products, the second of the softmax's output; else numbered ones."""
-    products = binding.module.products
-    places = binding.places
-    first, last = (next(iter(places.values())), list(places.values())[-1]) if places else (None, None)
-    if len(places) == 2 and first is not None and last is not None and not first[0]:
+def _name_products(products: WrittenOut, found: dict[str, _Product]) -> None:
+    """`qk` and `av` where there are two products, the first of them before the softmax; else numbered ones."""
+    in_order = list(found.values())
+    if len(in_order) == 2 and all(in_order[0].signed):
         names = ["qk", "av"]
-        a, b = last[2], last[3]
-        if a.dim() == b.dim() == 4:
-            products.num_heads = a.shape[1]
+        products.num_heads = in_order[1].heads
     else:
-        names = ["av"] if len(places) == 1 else [f"product_{i}" for i in range(len(places))]
-    products.names = dict(zip(places, names, strict=True))
-    for child, (_, signed, _, _) in zip(names, places.values(), strict=True):
-        setattr(products, child, Matmul(signed))
+        names = ["av"] if len(in_order) == 1 else [f"product_{i}" for i in range(len(in_order))]
+    products.names = dict(zip(found, names, strict=True))
+    for name, product in zip(names, in_order, strict=True):
+        setattr(products, name, Matmul(product.signed))
 
 
 def _check(model: nn.Module, owners: dict[str, Any], expected: Any, image: Tensor) -> None:

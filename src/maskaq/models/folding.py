@@ -22,8 +22,9 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, BatchNormAct2d)
 
 
 @torch.no_grad()
-def fold_(model: nn.Module, image: Tensor) -> None:
-    """Fold what can be folded, in place."""
+def fold_(model: nn.Module, image: Tensor) -> bool:
+    """Fold what can be folded, in place; whether there was anything."""
+    modules = list(model.modules())
     _write_plainly(model, image)
     for name, (layer, norm) in _pairs(model, image).items():
         _fold(layer, norm)
@@ -32,6 +33,7 @@ def fold_(model: nn.Module, image: Tensor) -> None:
         if isinstance(module, _NORMS):
             module.num_batches_tracked = None  # of no use any more, and no weight
             module.track_running_stats = False  # else it would be looked for in every file
+    return modules != list(model.modules())
 
 
 def _pairs(model: nn.Module, image: Tensor) -> dict[str, tuple[Any, Any]]:
@@ -47,6 +49,8 @@ def _pairs(model: nn.Module, image: Tensor) -> dict[str, tuple[Any, Any]]:
         else:
             made[id(output)] = (module, output)
 
+    if not any(isinstance(module, _NORMS) for module in model.modules()):
+        return {}
     kinds = (nn.Conv2d, nn.Linear)
     watched = [module for module in model.modules() if isinstance(module, _NORMS) or type(module) in kinds]
     with _hooked(watched, after), _Uses(made) as uses:

@@ -145,8 +145,8 @@ def expose_(model: nn.Module, image: Tensor, task: str = "classification") -> Ex
     probe.refuse_output(before.output, model, task)
     expected = before.output
     try:
-        fold_(model, image)
-        before = probe.watch(model, image)
+        if fold_(model, image):
+            before = probe.watch(model, image)
     except Exception as error:
         if not any(isinstance(module, MultiheadAttention) for module in model.modules()):
             raise

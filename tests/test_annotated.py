@@ -174,6 +174,7 @@ BAD = {
     "a missing key": (("annotations", 2), {"bbox": None}, r"annotations\[2\] has no 'bbox'"),
     "a missing key of an image": (("images", 1), {"height": None}, r"images\[1\] has no 'height'"),
     "a missing file": (("images", 1), {"file_name": "gone.jpg"}, r"images\[1\].*'gone.jpg'"),
+    "a file name that no file can have": (("images", 1), {"file_name": "x" * 5000}, r"images\[1\]"),
     "an unknown image": (("annotations", 0), {"image_id": 7}, r"annotations\[0\] \(id 1\).*image 7"),
     "an unknown category": (("annotations", 0), {"category_id": 2}, r"annotations\[0\].*category 2"),
     "an image twice": (("images", 2), {"id": 100}, r"images\[2\].*100"),
@@ -311,6 +312,18 @@ def test_what_is_wrong_in_an_ade20k_folder_is_named(tmp_path):
         ade(tmp_path)
 
 
+def test_an_annotation_that_is_no_png_or_has_two_images_is_named(tmp_path):
+    write_ade20k(tmp_path, scenes()[:1])
+    (annotation,) = (tmp_path / "annotations" / "validation").iterdir()
+    Image.open(annotation).save(annotation, "JPEG")  # its labels are no longer those that were written
+    with pytest.raises(DataError, match=f"{annotation}.*PNG.*JPEG"):
+        list(ade(tmp_path))
+    (image,) = (tmp_path / "images" / "validation").iterdir()
+    Image.open(image).save(image.with_suffix(".jpg"))
+    with pytest.raises(DataError, match=f"{annotation.stem}.jpg.*{image.name}|{annotation.stem}.png.*{image.stem}.jpg"):
+        ade(tmp_path)
+
+
 # --- back to the size of the annotation -------------------------------------------------------------------------
 
 
@@ -375,3 +388,27 @@ def test_the_command_line_names_a_damaged_annotation(tmp_path, capsys):
     assert main(["evaluate", "scenes_detector", "--data", str(tmp_path)]) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert file.name in message and "annotations[3]" in message and "category 5" in message
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    "option", [("--class-index", "none.json"), ("--crop-pct", "0.9"), ("--interpolation", "bicubic")]
+)
+@pytest.mark.parametrize("name", ["scenes_detector", "scenes_segmenter"])
+def test_options_for_the_images_of_classifiers_are_refused_not_ignored(name, option, capsys):
+    assert main(["evaluate", name, "--data", "scenes:1", *option]) == 1
+    assert option[0] in capsys.readouterr().err
+
+
+@needs_tools
+@pytest.mark.parametrize(
+    ("model", "data", "kind"),
+    [
+        ("cifar10_vit", "scenes", "detectors"),
+        ("cifar10_vit", "scenes:9", "detectors"),
+        ("scenes_detector", "cifar10-demo", "CIFAR-10"),
+    ],
+)
+def test_packaged_images_say_what_they_are_for(model, data, kind, capsys):
+    assert main(["evaluate", model, "--data", data]) == 1
+    assert kind in capsys.readouterr().err

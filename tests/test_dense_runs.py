@@ -58,7 +58,10 @@ def straight(tmp_path_factory):
         if kind not in made:
             out = tmp_path_factory.mktemp(kind) / "run"
             model = DENSE[kind]()
-            model.pretrained_cfg["label_names"] = [f"thing {number}" for number in range(model.num_classes)]
+            names = [f"thing {number}" for number in range(model.num_classes)]
+            if kind == "segmentation":
+                names[0] = "background"
+            model.pretrained_cfg["label_names"] = names
             made[kind] = out, quantize(model, small_recipe(*LITTLE), out, device="cpu", keep="last")
         return made[kind]
 
@@ -89,7 +92,9 @@ def test_a_report_shows_what_p_and_q_find_in_the_same_images_and_names_the_colou
     shown = write_report(out, device="cpu").read_text()
     for model in ("full precision (P)", "searched ranges", "maskaq (Q)"):
         assert [f'alt="{model}, image {number}"' in shown for number in range(5)] == [True] * 4 + [False]
-    for number in range(result.model.num_classes):
+    first = 1 if kind == "segmentation" else 0  # the background is not coloured
+    assert (f"background:rgb{colour(0)}" in shown) == (first == 0)
+    for number in range(first, result.model.num_classes):
         assert f"background:rgb{colour(number)}" in shown and f"thing {number}</span>" in shown
 
 

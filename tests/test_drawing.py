@@ -27,6 +27,14 @@ def test_every_pixel_is_under_the_colour_of_its_class():
         assert (drawn[0, :, rows].float() - expected).abs().max() <= 1
 
 
+def test_the_background_of_a_class_map_is_left_as_it_is():
+    classes = torch.zeros(1, 256, 128, dtype=torch.long)
+    classes[:, 100:] = 1
+    drawn = with_classes(GREY, classes, ["background", "disc"])
+    assert drawn[0, :, :100].unique().tolist() == [128]
+    assert torch.equal(drawn[0, :, 100:], with_classes(GREY, classes)[0, :, 100:])
+
+
 def test_boxes_and_masks_of_sure_objects_are_drawn_in_their_colours_and_nothing_else_changes():
     masks = torch.zeros(2, 256, 128, dtype=torch.bool)
     masks[0, 60:80, 40:60] = True

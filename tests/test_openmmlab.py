@@ -211,6 +211,8 @@ def test_a_checkpoint_of_another_architecture_says_what_to_type(checkpoint):
         load_model(f"upernet_{SWIN}", checkpoint)
     with pytest.raises(CheckpointError, match=f"mask_rcnn_{SWIN}"):
         load_model(SWIN, checkpoint)
+    with pytest.raises(CheckpointError, match="mask_rcnn_SWIN in place of deit_tiny"):  # there is none on a DeiT
+        load_model("deit_tiny_patch16_224", checkpoint)
     with pytest.raises(ModelError, match="--checkpoint"):
         load_model(f"mask_rcnn_{SWIN}")
     with pytest.raises(ModelError, match="swin_nano"):

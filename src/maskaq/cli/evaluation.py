@@ -1,5 +1,6 @@
 """Evaluation for the commands: models, images, and titles of accuracy tables."""
 
+import os
 from typing import Any
 
 import torch
@@ -52,13 +53,17 @@ class EvaluationImages:
         task = task_of(model).name
         if task == "detection":
             coco_tools()  # needed to evaluate: a run that is evaluated at its end asks for it before it begins
-        if task in _ANNOTATED:
-            name, _, count = options.data.partition(":")
-            if name == SCENES_DATA:
-                return scene_images(model, _number_of_scenes(count), workers=options.readers, batch=_SCENES_AT_ONCE)
-            return _ANNOTATED[task](options.data, model, workers=options.readers)
         if options.data == DEMO_DATA:
             return _demo_batches(model)
+        name, _, count = options.data.partition(":")
+        is_scenes = name == SCENES_DATA
+        if task in _ANNOTATED:
+            _refuse_options_of_classifiers(options, task)
+            if is_scenes:
+                return scene_images(model, _number_of_scenes(count), workers=options.readers, batch=_SCENES_AT_ONCE)
+            return _ANNOTATED[task](options.data, model, workers=options.readers)
+        if is_scenes and not os.path.exists(options.data):
+            raise DataError(f"--data {options.data} is for detectors and segmenters: give a folder of images")
         return image_folder(
             options.data,
             model,
@@ -67,6 +72,17 @@ class EvaluationImages:
             interpolation=options.interpolation,
             workers=options.readers,
         )
+
+
+def _refuse_options_of_classifiers(options: DataOptions, task: str) -> None:
+    values = {
+        "--class-index": options.class_index,
+        "--crop-pct": options.crop_pct,
+        "--interpolation": options.interpolation,
+    }
+    given = [option for option, value in values.items() if value is not None]
+    if given:
+        raise DataError(f"{' and '.join(given)}: for classifiers alone; images for {task} keep their ratio")
 
 
 def _number_of_scenes(text: str) -> int:
@@ -88,7 +104,8 @@ def _needs(model: Any) -> dict[str, Any]:
 
 def _demo_batches(model: Any) -> DataLoader:
     images, labels = zoo.test_images()
-    if model.num_classes != 10 or data_config(model)["input_size"] != (3, 32, 32):
+    is_other = task_of(model).name in _ANNOTATED or model.num_classes != 10
+    if is_other or data_config(model)["input_size"] != (3, 32, 32):
         raise DataError(f"{DEMO_DATA} is for the embedded CIFAR-10 models; give --data DIR for {type(model).__name__}")
     return DataLoader(TensorImages(images, labels, model), batch_size=100)
 

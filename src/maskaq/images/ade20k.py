@@ -45,11 +45,16 @@ class Ade20kImages(AnnotatedImages):
         self.maps = maps
         if not self.files:
             raise DataError(f"{images} has no image files: expected {EXPECTED}")
-        stems = {file.stem for file in self.files}
+        images_of = {file.stem: file for file in self.files}
+        twice = next((file for file in self.files if images_of[file.stem] != file), None)
+        if twice is not None:
+            raise DataError(
+                f"{twice} and {images_of[twice.stem].name} have one annotation: expected one image of a name"
+            )
         without = next((file for file in self.files if not (maps / f"{file.stem}.png").is_file()), None)
         if without is not None:
             raise DataError(f"{without} has no annotation: expected {maps / f'{without.stem}.png'}")
-        alone = next((file for file in sorted(maps.glob("*.png")) if file.stem not in stems), None)
+        alone = next((file for file in sorted(maps.glob("*.png")) if file.stem not in images_of), None)
         if alone is not None:
             raise DataError(f"{alone} has no image: expected one of its name in {images}")
 
@@ -76,6 +81,8 @@ def _labels(path: Path) -> Tensor:
     """(H, W) int64: the numbers in a grey or paletted PNG."""
     try:
         with Image.open(path) as image:
+            if image.format != "PNG":
+                raise ValueError(f"expected a PNG, found {image.format}, which may change labels")
             if image.mode not in ("L", "P"):
                 raise ValueError(f"expected one number of 8 bits a pixel, found the mode {image.mode}")
             return torch.from_numpy(np.array(image)).long()

@@ -5,6 +5,7 @@ with its file and its entry.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -87,7 +88,7 @@ class CocoImages(AnnotatedImages):
         _demand(entry, where, id=int, file_name=str, height=int, width=int)
         if min(entry["height"], entry["width"]) < 1:
             raise DataError(f"{where} is {entry['height']} x {entry['width']} pixels: expected at least 1 x 1")
-        if not (self.folder / entry["file_name"]).is_file():
+        if not os.path.isfile(self.folder / entry["file_name"]):  # False for a name that cannot be, too
             raise DataError(f"{where} names {entry['file_name']!r}, which is not in {self.folder}")
         return entry
 

@@ -269,5 +269,5 @@ def _refuse_other_formats(state: State, name: str, path: Path) -> None:
     if kind := openmmlab.architecture_in(state):
         raise CheckpointError(
             f"{path}: expected timm's names of the weights, found a checkpoint of OpenMMLab's {kind}. Give "
-            f"{kind}_{name} in place of {name}."
+            f"{kind}_{name if name.startswith('swin_') else 'SWIN'} in place of {name}."
         )

@@ -19,7 +19,7 @@ from maskaq.report.collect import SMALL_SIDE, finite, thumbnails
 from maskaq.report.record import Record
 from maskaq.schedules import spread
 from maskaq.tasks import CALIBRATED, FULL_PRECISION, RTN, share_recovered
-from maskaq.tasks.drawing import colour
+from maskaq.tasks.drawing import GROUND, colour
 
 try:
     import jinja2
@@ -289,7 +289,10 @@ def _legend(record: Record) -> list[tuple[str, str]]:
     """Name and CSS colour of each class in the drawings; empty where nothing is drawn or classes have no names."""
     if not record.task.has_layouts:
         return []
-    return [(name, f"rgb{colour(int(number))}") for number, name in record.facts["images"]["names"].items()]
+    return [
+        (f"{name}: left as it is", "transparent") if name == GROUND else (name, f"rgb{colour(int(number))}")
+        for number, name in record.facts["images"]["names"].items()
+    ]
 
 
 def _rounds(record: Record) -> list[dict[str, Any]]:

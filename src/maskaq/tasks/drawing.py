@@ -11,6 +11,8 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 _STRENGTH = 0.5  # of a colour over the image
 _SIDE = 256  # px of the longer side of a drawing
 _LINE = 2  # px
+GROUND = "background"
+"""Name of a class that is left as it is in the image: its colour would hide most of it."""
 
 
 def size_of_drawing(size: tuple[int, int]) -> tuple[int, int]:
@@ -26,12 +28,20 @@ def colour(number: int) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def with_classes(pixels: Tensor, classes: Tensor) -> Tensor:
-    """(B, 3, h, w) in [0, 1] under the colours of class maps (B, H, W): (B, 3, H, W) uint8."""
+def with_classes(pixels: Tensor, classes: Tensor, names: Sequence[str] = ()) -> Tensor:
+    """(B, 3, h, w) in [0, 1] under the colours of class maps (B, H, W): (B, 3, H, W) uint8.
+
+    Args:
+        names: of the classes; `GROUND` is not coloured.
+    """
     pixels = _resized(pixels, (classes.shape[1], classes.shape[2]))
     table = torch.tensor([colour(number) for number in range(int(classes.max()) + 1)], device=pixels.device)
     over = table[classes].permute(0, 3, 1, 2)
-    mixed = (1 - _STRENGTH) * 255 * pixels.clamp(0, 1) + _STRENGTH * over
+    strength = torch.full(classes.shape, _STRENGTH, device=pixels.device)
+    for number, name in enumerate(names):
+        if name == GROUND:
+            strength = strength.masked_fill(classes == number, 0)
+    mixed = torch.lerp(255 * pixels.clamp(0, 1), over.float(), strength[:, None])
     return mixed.round().to(torch.uint8).cpu()
 
 

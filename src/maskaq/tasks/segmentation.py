@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from maskaq.errors import DataError
 from maskaq.losses.layouts import class_maps
-from maskaq.models import geometry
+from maskaq.models import class_names, geometry
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
@@ -83,7 +83,7 @@ class Segmentation(Task):
     def drawn(self, model: nn.Module, images: Tensor) -> Tensor:
         with frozen(model):
             found = class_map(model(images), size_of_drawing((images.shape[2], images.shape[3])))
-        return with_classes(geometry(model).pixels(images), found)
+        return with_classes(geometry(model).pixels(images), found, class_names(model) or ())
 
     @torch.no_grad()
     def evaluate(

@@ -368,6 +368,23 @@ def test_the_leader_of_a_run_is_seen_by_others(tmp_path):
     assert not joined.leases.is_held(LEADER)
 
 
+def test_a_lease_is_claimed_although_another_worker_removes_the_folder_with_its_last_one(tmp_path, monkeypatch):
+    folder = tmp_path / "leases"
+    leases = Leases(folder)
+    hook(monkeypatch.setattr, "pathlib:Path.mkdir", 1, folder.rmdir, after=True)
+    assert leases.claim("x")
+    leases.close()
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again_by_its_workers(tmp_path):
+    with RunFolder.open(tmp_path / "run", {}):
+        joined = RunFolder.join(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunFolderError, match="run"):
+            joined.leases.claim("x")
+        assert not (tmp_path / "run").exists()
+
+
 # ---- folders
 
 
@@ -421,6 +438,33 @@ def test_what_another_machine_is_writing_stays_when_the_run_is_opened_again(tmp_
     os.utime(old, (time.time() - 4000,) * 2)
     with RunFolder.open(root, {}):
         assert recent.exists() and not old.exists()
+
+
+def test_a_run_is_opened_while_workers_remove_folders_in_it(tmp_path, monkeypatch):
+    RunFolder.open(tmp_path / "run", {}).close()
+    listed = os.scandir
+
+    def scandir(path="."):
+        if Path(path).name == "leases":
+            Path(path).rmdir()
+        return listed(path)
+
+    (tmp_path / "run/leases").mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    with RunFolder.open(tmp_path / "run", {}) as run:
+        assert run.leads
+
+
+def test_what_a_killed_check_of_the_folder_left_is_cleared_away(tmp_path):
+    died = in_process(check_and_die, tmp_path / "run")
+    assert died == -signal.SIGKILL and len(list((tmp_path / "run").iterdir())) == 1
+    RunFolder.open(tmp_path / "run", {}).close()
+    assert not list((tmp_path / "run").glob(".trial*"))
+
+
+def check_and_die(folder: Path) -> None:
+    hook(setattr, "maskaq.storage.leases:_lacking", 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    check_shared(folder)
 
 
 # ---- status

@@ -23,7 +23,7 @@ from typing import Any
 
 import maskaq
 from maskaq.errors import RunFolderError
-from maskaq.storage.files import explained, machine, misfit
+from maskaq.storage.files import explained, machine, misfit, writer
 
 SECONDS = 60.0
 """How long a lease outlives the last sign of its owner."""
@@ -103,7 +103,6 @@ class Leases:
     def claim(self, name: str) -> bool:
         """Take a lease that nobody holds, or whose owner is gone; False if it is another's."""
         with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             if self._create(name):
                 return True
             held = self.read(name)
@@ -112,7 +111,6 @@ class Leases:
     def take(self, name: str) -> None:
         """Claim a lease whoever holds it, for a process that knows by other means that the owner is gone."""
         with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             while not self._create(name):
                 self._path(name).unlink(missing_ok=True)
 
@@ -188,10 +186,15 @@ class Leases:
         return self.folder / f"{name}.lease"
 
     def _create(self, name: str) -> bool:
-        try:
-            file = os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        except FileExistsError:
-            return False
+        flags, file = os.O_CREAT | os.O_EXCL | os.O_WRONLY, -1
+        while file < 0:
+            try:
+                file = os.open(self._path(name), flags, 0o666)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:  # the first lease, or the owner of the last one has just removed the folder
+                with suppress(FileExistsError):
+                    self.folder.mkdir()
         about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
         try:
             with open(file, "wb") as opened:
@@ -262,7 +265,8 @@ def _read(path: Path) -> Held | None:
 def check_shared(folder: Path) -> None:
     """RunFolderError unless a folder has what several workers need: exclusive creation, renaming, times, locks."""
     lacks = ""
-    trial = folder / f".trial.{secrets.token_hex(8)}"
+    # A temporary file by its name: what a kill leaves of it, the next leader of the run clears away.
+    trial = folder / f".trial.{secrets.token_hex(4)}.{writer()}.tmp"
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:

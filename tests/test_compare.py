@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from PIL import Image
 from test_methods import METHODS
 
 from maskaq.cli import main as cli
-from maskaq.errors import DataError, RecipeError, RunFolderError
+from maskaq.errors import BusyError, DataError, RecipeError, RunFolderError
 from maskaq.images.filtering import Score, chosen, score_images
 from maskaq.models import expose, geometry
 from maskaq.recipe.schema import load_recipe
@@ -175,15 +176,27 @@ def test_a_full_disk_is_no_result_of_a_row(tmp_path, monkeypatch):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_a_row_that_another_process_works_on_is_left_to_it(tmp_path, monkeypatch):
-    from maskaq.errors import BusyError
+def test_a_row_whose_folder_is_locked_is_waited_for(tmp_path, monkeypatch):
+    """Its lease has expired, but its process lives, or the file server still holds the lock of a dead one."""
+    monkeypatch.setattr(compare, "_SECONDS_BETWEEN_TRIES", 0.01)
+    locked, freed = wanted = rows("paper", seeds=(0, 1))
+    other = comparison(tmp_path, wanted)
+    real, tries = compare.quantize, []
 
-    def busy(*args, **kwargs):
-        raise BusyError("another maskaq process is working")
+    def busy(model, recipe, folder, **more):
+        tries.append(folder.name)
+        if tries.count(folder.name) < 3:
+            raise BusyError("another maskaq process is working")
+        if folder.name == locked.name:  # and finishes it
+            other._write(replace(line, name=locked.name, seed=locked.seed))
+            raise BusyError("another maskaq process is working")
+        return real(model, recipe, folder, **more)
 
+    (line,) = comparison(tmp_path / "earlier", [freed]).run()
     monkeypatch.setattr(compare, "quantize", busy)
-    assert list(comparison(tmp_path, rows("paper")).run()) == []
-    assert not (tmp_path / "rows.jsonl").exists()
+    lines = list(comparison(tmp_path, wanted).run())
+    assert sorted(line.name for line in lines) == sorted(row.name for row in wanted)
+    assert tries.count(locked.name) == tries.count(freed.name) == 3
 
 
 def test_rows_are_shared_by_leases_and_those_of_the_dead_taken_up(tmp_path, monkeypatch):

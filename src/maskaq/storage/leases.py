@@ -132,19 +132,17 @@ class Leases:
     def each(self, names: Iterable[str], is_done: Callable[[str], bool], wait: float = 1.0) -> Iterator[str]:
         """One name after another whose work is not done, with its lease held meanwhile.
 
-        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere.
+        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere. What
+        was given and is not done afterwards is given again.
         """
-        left = list(names)
+        left = [name for name in names if not is_done(name)]
         while left:
-            before = len(left)
-            for name in [name for name in left if not is_done(name)]:
+            for name in left:
                 with self.claimed(name) as mine:
-                    if mine:
-                        left.remove(name)
-                        if not is_done(name):  # by another, since we looked
-                            yield name
-            left = [name for name in left if not is_done(name)]
-            if len(left) == before:
+                    if mine and not is_done(name):  # by another, since we looked
+                        yield name
+            before, left = left, [name for name in left if not is_done(name)]
+            if len(left) == len(before):
                 time.sleep(wait)
 
     def release(self, name: str) -> None:

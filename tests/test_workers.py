@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import yaml
 from helpers import (
     VIT,
     VIT_ARGS,
+    Ears,
     assert_same_run,
     hook,
     in_process,
@@ -186,6 +188,19 @@ def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
         assert helper.exitcode == 100 and "disk full" in (tmp_path / "refused").read_text()
     else:
         assert helper.exitcode > 0, "it has made some of the images"
+
+
+def test_the_progress_of_a_worker_counts_what_others_make(tmp_path, source, alone, monkeypatch):
+    out, ears = tmp_path / "run", Ears()
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+    last = Path("images/round_00/shard_0005.safetensors")
+    others = partial(shutil.copy, alone / last, out / last)
+    hook(monkeypatch.setattr, "maskaq.images.stored:StoredImages._make", 1, others)
+    monkeypatch.setattr(working, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(Leases, "place", 1)
+    assert work(out, device="cpu", wait=0.1, progress=ears) == 4
+    ((_, total, done),) = (stage for stage in ears.stages if stage[0].startswith("synthesize"))
+    assert done == total / 6 and done + sum(units for units, _ in ears.advances) == total
 
 
 def test_a_worker_that_was_overtaken_leaves_what_the_other_wrote(tmp_path, source, alone, monkeypatch):

@@ -494,9 +494,10 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     assert leases.claim("round_00-part_0004")
     half = status(out)
     assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
-    assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
+    assert any("part 5 of round 1" in worker.does and worker.silent < 60 for worker in half.workers)
     assert any("leads the run" in worker.does and worker.gone and worker.rate > 0 for worker in half.workers)
     assert half.is_worked_on, "not by its leader, which was killed"
+    assert half.left is None, "the one at work has made nothing yet"
     leases.close()
     assert not status(out).is_worked_on
     in_process(help_out, out, 60.0, "", 1, 0.1)

@@ -174,6 +174,29 @@ def test_ranks_wait_for_the_leader_without_spinning(tmp_path):
     assert float((tmp_path / "seconds").read_text()) < 0.5
 
 
+def follow_a_late_leader(folder: Path) -> None:
+    with group.joined(torch.device("cpu")) as ranks:
+        real = ranks.dist.broadcast
+
+        def broadcast(*args, **kwargs):
+            assert (folder / "leader").exists(), "NCCL's would spin"
+            return real(*args, **kwargs)
+
+        ranks.dist.broadcast = broadcast
+        if ranks.leads:
+            time.sleep(1)
+            (folder / "leader").touch()
+        layer = torch.nn.Linear(2, 2)
+        ranks.follow(layer)
+        torch.save(layer.weight, folder / str(ranks.rank))
+
+
+@pytest.mark.slow
+def test_ranks_take_the_student_of_the_leader_when_it_is_there(tmp_path):
+    assert in_ranks(2, follow_a_late_leader, tmp_path) == [0, 0]
+    assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
+
+
 def run_and_tell(out: Path, recipe) -> None:
     try:
         run(out, recipe)

@@ -43,7 +43,7 @@ def launch(words: Sequence[str], workers: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder, "outcome")
         os.environ[_OUTCOME] = str(outcome)  # for the processes
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)  # torch tells of every signal, by loggers that have levels of their own
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -68,6 +68,7 @@ def launch(words: Sequence[str], workers: int) -> int:
                 "goes on where it stopped"
             ) from error
         finally:
+            logging.disable(logging.NOTSET)
             del os.environ[_OUTCOME]
         return int(outcome.read_text()) if outcome.exists() else 0
 

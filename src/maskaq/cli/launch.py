@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maskaq import torchrun
+from maskaq.cli.processes import cores
 from maskaq.errors import MaskaqError, RankError
 
 _RESTARTS = 3
@@ -34,7 +35,7 @@ def launch(words: Sequence[str], workers: int) -> int:
     # Before torch is imported: a store that survives the processes would send new ones to the addresses of dead ones
     # (pytorch/pytorch#167288).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers)))
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -91,10 +92,6 @@ def _ended_with(outcome: Path) -> Iterator[None]:
         yield
     finally:
         over.set()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ended(code: int) -> int:

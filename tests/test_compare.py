@@ -1,8 +1,13 @@
 """What `maskaq compare` promises: rows are sound, each is run once, and the tables say what was measured."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,8 @@ from PIL import Image
 from test_methods import METHODS
 
 from maskaq.cli import main as cli
-from maskaq.errors import DataError, RecipeError, RunFolderError
+from maskaq.cli.processes import copies, environments
+from maskaq.errors import BusyError, DataError, RecipeError, RunFolderError
 from maskaq.images.filtering import Score, chosen, score_images
 from maskaq.models import expose, geometry
 from maskaq.recipe.schema import load_recipe
@@ -175,15 +181,27 @@ def test_a_full_disk_is_no_result_of_a_row(tmp_path, monkeypatch):
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_a_row_that_another_process_works_on_is_left_to_it(tmp_path, monkeypatch):
-    from maskaq.errors import BusyError
+def test_a_row_whose_folder_is_locked_is_waited_for(tmp_path, monkeypatch):
+    """Its lease has expired, but its process lives, or the file server still holds the lock of a dead one."""
+    monkeypatch.setattr(compare, "_SECONDS_BETWEEN_TRIES", 0.01)
+    locked, freed = wanted = rows("paper", seeds=(0, 1))
+    other = comparison(tmp_path, wanted)
+    real, tries = compare.quantize, []
 
-    def busy(*args, **kwargs):
-        raise BusyError("another maskaq process is working")
+    def busy(model, recipe, folder, **more):
+        tries.append(folder.name)
+        if tries.count(folder.name) < 3:
+            raise BusyError("another maskaq process is working")
+        if folder.name == locked.name:  # and finishes it
+            other._write(replace(line, name=locked.name, seed=locked.seed))
+            raise BusyError("another maskaq process is working")
+        return real(model, recipe, folder, **more)
 
+    (line,) = comparison(tmp_path / "earlier", [freed]).run()
     monkeypatch.setattr(compare, "quantize", busy)
-    assert list(comparison(tmp_path, rows("paper")).run()) == []
-    assert not (tmp_path / "rows.jsonl").exists()
+    lines = list(comparison(tmp_path, wanted).run())
+    assert sorted(line.name for line in lines) == sorted(row.name for row in wanted)
+    assert tries.count(locked.name) == tries.count(freed.name) == 3
 
 
 def test_rows_are_shared_by_leases_and_those_of_the_dead_taken_up(tmp_path, monkeypatch):
@@ -240,6 +258,65 @@ def test_a_row_that_diverges_is_a_line_that_says_so_and_is_tried_again(tmp_path,
 
 def test_no_row_begins_when_the_time_is_up(tmp_path):
     assert list(comparison(tmp_path, rows("paper")).run(limit=-1)) == []
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_each_process_has_its_share_of_the_cores_and_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("maskaq.cli.processes.cores", lambda: 9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [found["OMP_NUM_THREADS"] for found in environments(4, 0)] == ["2"] * 4
+    assert all("CUDA_VISIBLE_DEVICES" not in found for gpus in (0, 1) for found in environments(4, gpus))
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in environments(4, 3)] == ["0", "1", "2", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [found["CUDA_VISIBLE_DEVICES"] for found in environments(3, 2)] == ["4", "6", "4"]
+    assert environments(1, 2)[0]["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_process_that_fails_says_why_and_none_outlives_the_command():
+    with copies(["nonsense"], [dict(os.environ)]) as (process,):
+        process.process.wait()
+        assert "exit code 2" in process.failure and "nonsense" in process.failure
+    with copies(["--version"], [dict(os.environ)] * 2) as started:
+        assert [found.process.wait() for found in started] == [0, 0] and not any(found.failure for found in started)
+    with pytest.raises(KeyboardInterrupt), copies(["bench", "cifar10_vit"], [dict(os.environ)]) as started:
+        raise KeyboardInterrupt
+    assert not started[0].is_running
+
+
+@pytest.mark.slow
+def test_processes_do_the_rows_of_one_and_go_on_when_one_is_killed(tmp_path):
+    recipes = ("noise", "leaves", "demo")
+    words = ["compare", "cifar10_vit", "--recipes", ",".join(recipes), "--bits", "w4a4", "--set", *SMALL]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "several"
+    command = [sys.executable, "-m", "maskaq", *words, "--workers", "2", "--out", str(out)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until = time.monotonic() + 240
+    while not list(out.glob("*/run.json")) and time.monotonic() < until:
+        time.sleep(0.1)
+    children = [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+    assert len(children) == 2
+    os.kill(children[0], signal.SIGKILL)
+    said, _ = parent.communicate(timeout=600)
+    assert parent.returncode == 0, said
+    assert "exit code -9" in said
+    alone = Comparison(tmp_path / "alone", *_model_and_rows(recipes), source={"name": "cifar10_vit"})
+    list(alone.run())
+    found = {line["name"]: line for line in map(json.loads, (out / "rows.jsonl").read_text().splitlines())}
+    assert found.keys() == alone.lines().keys() and len(found) == 3
+    for name, line in alone.lines().items():
+        assert found[name]["handover"] == line.handover, name
+    assert (out / "compare.md").read_text().count("| w4a4 |") == 3
+
+
+def _model_and_rows(recipes):
+    import maskaq
+
+    return maskaq.load_model("cifar10_vit"), rows_of("cifar10_vit", recipes, ["w4a4"], [0], SMALL)
 
 
 # ---------------------------------------------------------------- tables

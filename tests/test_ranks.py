@@ -174,6 +174,29 @@ def test_ranks_wait_for_the_leader_without_spinning(tmp_path):
     assert float((tmp_path / "seconds").read_text()) < 0.5
 
 
+def follow_a_late_leader(folder: Path) -> None:
+    with group.joined(torch.device("cpu")) as ranks:
+        real = ranks.dist.broadcast
+
+        def broadcast(*args, **kwargs):
+            assert (folder / "leader").exists(), "NCCL's would spin"
+            return real(*args, **kwargs)
+
+        ranks.dist.broadcast = broadcast
+        if ranks.leads:
+            time.sleep(1)
+            (folder / "leader").touch()
+        layer = torch.nn.Linear(2, 2)
+        ranks.follow(layer)
+        torch.save(layer.weight, folder / str(ranks.rank))
+
+
+@pytest.mark.slow
+def test_ranks_take_the_student_of_the_leader_when_it_is_there(tmp_path):
+    assert in_ranks(2, follow_a_late_leader, tmp_path) == [0, 0]
+    assert torch.equal(torch.load(tmp_path / "0"), torch.load(tmp_path / "1"))
+
+
 def run_and_tell(out: Path, recipe) -> None:
     try:
         run(out, recipe)
@@ -387,7 +410,8 @@ def test_ctrl_c_ends_all_workers_and_the_same_command_goes_on(tmp_path, two_work
     ranks = [rank_of(process.pid, number) for number in (0, 1)]
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.count("interrupted") == 1 and "Traceback" not in errors
+    assert process.returncode == 130 and errors.count("interrupted") == 1
+    assert "Traceback" not in errors and "torch" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert command(*QUICK, "--workers", 2, "--out", out).wait() == 0
     assert_same_run(out, two_workers)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import yaml
 from helpers import (
     VIT,
     VIT_ARGS,
+    Ears,
     assert_same_run,
     hook,
     in_process,
@@ -186,6 +188,19 @@ def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
         assert helper.exitcode == 100 and "disk full" in (tmp_path / "refused").read_text()
     else:
         assert helper.exitcode > 0, "it has made some of the images"
+
+
+def test_the_progress_of_a_worker_counts_what_others_make(tmp_path, source, alone, monkeypatch):
+    out, ears = tmp_path / "run", Ears()
+    in_process(lead_and_die, out, source, "maskaq.storage.runfolder:RunFolder.write_shard", 2)
+    last = Path("images/round_00/shard_0005.safetensors")
+    others = partial(shutil.copy, alone / last, out / last)
+    hook(monkeypatch.setattr, "maskaq.images.stored:StoredImages._make", 1, others)
+    monkeypatch.setattr(working, "SECONDS_BETWEEN_LOOKS", 0.02)
+    monkeypatch.setattr(Leases, "place", 1)
+    assert work(out, device="cpu", wait=0.1, progress=ears) == 4
+    ((_, total, done),) = (stage for stage in ears.stages if stage[0].startswith("synthesize"))
+    assert done == total / 6 and done + sum(units for units, _ in ears.advances) == total
 
 
 def test_a_worker_that_was_overtaken_leaves_what_the_other_wrote(tmp_path, source, alone, monkeypatch):
@@ -368,6 +383,23 @@ def test_the_leader_of_a_run_is_seen_by_others(tmp_path):
     assert not joined.leases.is_held(LEADER)
 
 
+def test_a_lease_is_claimed_although_another_worker_removes_the_folder_with_its_last_one(tmp_path, monkeypatch):
+    folder = tmp_path / "leases"
+    leases = Leases(folder)
+    hook(monkeypatch.setattr, "pathlib:Path.mkdir", 1, folder.rmdir, after=True)
+    assert leases.claim("x")
+    leases.close()
+
+
+def test_a_run_folder_that_was_removed_is_not_made_again_by_its_workers(tmp_path):
+    with RunFolder.open(tmp_path / "run", {}):
+        joined = RunFolder.join(tmp_path / "run")
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunFolderError, match="run"):
+            joined.leases.claim("x")
+        assert not (tmp_path / "run").exists()
+
+
 # ---- folders
 
 
@@ -423,6 +455,33 @@ def test_what_another_machine_is_writing_stays_when_the_run_is_opened_again(tmp_
         assert recent.exists() and not old.exists()
 
 
+def test_a_run_is_opened_while_workers_remove_folders_in_it(tmp_path, monkeypatch):
+    RunFolder.open(tmp_path / "run", {}).close()
+    listed = os.scandir
+
+    def scandir(path="."):
+        if Path(path).name == "leases":
+            Path(path).rmdir()
+        return listed(path)
+
+    (tmp_path / "run/leases").mkdir()
+    monkeypatch.setattr(os, "scandir", scandir)
+    with RunFolder.open(tmp_path / "run", {}) as run:
+        assert run.leads
+
+
+def test_what_a_killed_check_of_the_folder_left_is_cleared_away(tmp_path):
+    died = in_process(check_and_die, tmp_path / "run")
+    assert died == -signal.SIGKILL and len(list((tmp_path / "run").iterdir())) == 1
+    RunFolder.open(tmp_path / "run", {}).close()
+    assert not list((tmp_path / "run").glob(".trial*"))
+
+
+def check_and_die(folder: Path) -> None:
+    hook(setattr, "maskaq.storage.leases:_lacking", 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    check_shared(folder)
+
+
 # ---- status
 
 
@@ -435,9 +494,10 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     assert leases.claim("round_00-part_0004")
     half = status(out)
     assert (half.stage, half.round, half.rounds, half.shards, half.shards_in_round) == ("synthesize", 1, 2, 2, 6)
-    assert any("part 0004" in worker.does and worker.silent < 60 for worker in half.workers)
+    assert any("part 5 of round 1" in worker.does and worker.silent < 60 for worker in half.workers)
     assert any("leads the run" in worker.does and worker.gone and worker.rate > 0 for worker in half.workers)
     assert half.is_worked_on, "not by its leader, which was killed"
+    assert half.left is None, "the one at work has made nothing yet"
     leases.close()
     assert not status(out).is_worked_on
     in_process(help_out, out, 60.0, "", 1, 0.1)

@@ -88,6 +88,7 @@ class ProcessGroup(Ranks):
             self.dist.all_reduce(torch.zeros(1))  # on the CPU, where a wait is a sleep
 
     def follow(self, module: nn.Module) -> None:
+        self.wait()  # asleep: on a GPU, broadcast itself keeps GPU and CPU busy until the leader comes
         state = module.state_dict()
         with _as_rank_error(self.rank), torch.no_grad():
             for value in state.values():

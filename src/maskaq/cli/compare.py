@@ -2,12 +2,15 @@
 
 import argparse
 import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions
+from maskaq.cli.processes import copies, environments
 from maskaq.errors import DependencyError, MaskaqError, RecipeError
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class Arguments:
     out: str
     limit: float
     keep_images: bool
+    processes: int
     device: str | None
     plain: bool
 
@@ -70,6 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=converters.limit, default=math.inf, metavar="SECONDS", help="begin no row after so long"
     )
     parser.add_argument("--keep-images", action="store_true", help="keep the images and checkpoints of every run")
+    parser.add_argument(
+        "--workers",
+        type=converters.positive,
+        default=1,
+        dest="processes",
+        metavar="N",
+        help="processes of this machine, each of which does one row at a time, on a GPU of its own where there are as "
+        "many (default: 1)",
+    )
     options.add_device(parser)
     options.add_plain(parser)
     options.add_data(parser)
@@ -110,8 +123,13 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         )
         for recipe in comparison.recipes.values():
             resolve.check_names(recipe)
-        for line in comparison.run(arguments.limit):
-            console.print(_summary(line))
+        began = time.monotonic()
+        if arguments.processes > 1:
+            for line in _by_processes(arguments, invocation, comparison, progress):
+                console.print(_summary(line))
+        if arguments.processes == 1 or comparison.lines().keys() < {row.name for row in rows}:
+            for line in comparison.run(arguments.limit - (time.monotonic() - began)):
+                console.print(_summary(line))
     lines = comparison.lines()
     found = [lines[row.name] for row in rows if row.name in lines]
     if not found:
@@ -123,6 +141,32 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     _write(arguments.out, page, console)
     if missing := [row.name for row in rows if row.name not in lines]:
         console.print(f"{len(missing)} of {len(rows)} rows are left to do: give the same command again")
+
+
+def _by_processes(
+    arguments: Arguments, invocation: Invocation, comparison: "Comparison", progress: Any
+) -> Iterator["Line"]:
+    """Let several processes do the rows; the line of each when it is there, or is measured on more folders."""
+    import torch
+
+    gpus = torch.cuda.device_count() if arguments.device in (None, "cuda") else 0
+    words = (*invocation.words, "--workers", "1")
+    known = comparison.lines()
+    progress.note(
+        f"{arguments.processes} processes do the rows; `maskaq status {arguments.out}` shows how far they are"
+    )
+    with copies(words, environments(arguments.processes, gpus)) as started:
+        running = started
+        while running:
+            time.sleep(0.5)
+            ended = [process for process in running if not process.is_running]
+            found = comparison.lines()
+            yield from (line for name, line in found.items() if line != known.get(name))
+            known = found
+            for process in ended:
+                if process.failure:
+                    progress.note(f"a process ended before all rows were done: {process.failure}")
+            running = [process for process in running if process not in ended]
 
 
 def _rows(arguments: Arguments) -> list[Any]:

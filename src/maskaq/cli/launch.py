@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maskaq import torchrun
+from maskaq.cli.processes import cores
 from maskaq.errors import MaskaqError, RankError
 
 _RESTARTS = 3
@@ -34,7 +35,7 @@ def launch(words: Sequence[str], workers: int) -> int:
     # Before torch is imported: a store that survives the processes would send new ones to the addresses of dead ones
     # (pytorch/pytorch#167288).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // workers)))
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,7 +44,7 @@ def launch(words: Sequence[str], workers: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder, "outcome")
         os.environ[_OUTCOME] = str(outcome)  # for the processes
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        logging.disable(logging.WARNING)  # torch tells of every signal, by loggers that have levels of their own
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -68,6 +69,7 @@ def launch(words: Sequence[str], workers: int) -> int:
                 "goes on where it stopped"
             ) from error
         finally:
+            logging.disable(logging.NOTSET)
             del os.environ[_OUTCOME]
         return int(outcome.read_text()) if outcome.exists() else 0
 
@@ -90,10 +92,6 @@ def _ended_with(outcome: Path) -> Iterator[None]:
         yield
     finally:
         over.set()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ended(code: int) -> int:

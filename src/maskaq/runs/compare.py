@@ -41,6 +41,7 @@ from maskaq.torchrun import are_started
 ROWS_FILE = "rows.jsonl"
 _RESERVED = ("leases", "rows.lock", "compare.html", "compare.md", "compare.tex")
 _FEWEST_IMAGES = 32
+_SECONDS_BETWEEN_TRIES = 10.0  # of a row whose folder is locked
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Any]]]
 """A model and the name of a folder -> its images and labels, or annotations."""
@@ -235,17 +236,20 @@ class Comparison:
         def is_over(name: str) -> bool:
             line = self.lines().get(name)
             is_new = line is not None and (not line.failed or line != at_start.get(name))  # what failed is tried again
-            return is_new or time.monotonic() - began > limit
+            return is_new or name in tried or time.monotonic() - began > limit
 
         leases = Leases(self.out / "leases")
-        tried = set()
+        tried: set[str] = set()
         try:
             for name in leases.each(rows, is_over):
-                tried.add(name)
                 try:
-                    yield self._run(rows[name])
-                except BusyError:
-                    self.progress.note(f"{name}: another process is at work on it")
+                    new = self._run(rows[name])
+                except BusyError as error:  # it was silent for too long, or its machine died and its lock is still held
+                    self.progress.note(f"{name} is tried again later: {error}")
+                    time.sleep(_SECONDS_BETWEEN_TRIES)
+                    continue
+                tried.add(name)
+                yield new
         finally:
             leases.close()
         for name in [name for name in rows if name not in tried]:

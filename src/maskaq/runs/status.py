@@ -1,5 +1,6 @@
 """How far a run is, or a table of runs, and who works on it: read from its folder, from any machine."""
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -123,6 +124,14 @@ def _of_run(folder: Path) -> Status:
     )
 
 
+def _in_words(lease: str) -> str:
+    """What the owner of a lease of this name does."""
+    if lease == LEADER:
+        return "leads the run"
+    part = re.fullmatch(r"round_(\d+)-part_(\d+)", lease)
+    return f"part {int(part[2]) + 1} of round {int(part[1]) + 1}" if part else lease
+
+
 def _name(lease: Held) -> str:
     return str(lease.worker or "not yet known")
 
@@ -146,7 +155,7 @@ def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]], here:
             if event["round"] == here:
                 leases.setdefault(event["worker"], {})
     for worker, held in leases.items():
-        does = ", ".join("leads the run" if name == LEADER else name.replace("_", " ") for name in held)
+        does = ", ".join(map(_in_words, held))
         gone = any(map(_is_gone, held.values()))
         silent = time.time() - max(lease.touched for lease in held.values()) if held else None
         work = made.get(worker, [])
@@ -158,7 +167,10 @@ def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]], here:
 def _left(
     recipe: Recipe, here: int, done: float, epochs: int, workers: list[Working], events: list[dict[str, Any]]
 ) -> float | None:
-    """Images at the rates of those who work now, epochs at the pace of the latest ones."""
+    """Images at the rates of those who work now, epochs at the pace of the latest ones.
+
+    Before the first epoch, one is taken to last as long as a step of all images on the fastest worker.
+    """
     images = recipe.synthesis.images
     steps = recipe.steps_in_round(here) * (1 - done) + sum(
         map(recipe.steps_in_round, range(here + 1, len(recipe.rounds)))
@@ -166,6 +178,8 @@ def _left(
     # Before calibration, who holds no lease has left; then all but the leader wait for the next round.
     rate = sum(worker.rate for worker in workers if not worker.gone and (worker.does or done == 1))
     paces = [e["seconds"] for e in events if {"epoch", "seconds"} <= e.keys()][-20:]
-    if (steps and not rate) or (epochs < recipe.epochs and not paces):
+    fastest = max((worker.rate for worker in workers), default=0.0) if recipe.most_steps else 0.0
+    pace = median(paces) if paces else images / fastest if fastest else None
+    if (steps and not rate) or (epochs < recipe.epochs and pace is None):
         return None
-    return (images * steps / rate if steps else 0.0) + (recipe.epochs - epochs) * (median(paces) if paces else 0.0)
+    return (images * steps / rate if steps else 0.0) + (recipe.epochs - epochs) * (pace or 0.0)

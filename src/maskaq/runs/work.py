@@ -90,15 +90,22 @@ class _Helper:
         self.images = StoredImages(folder, source, self.history)
         self.found: dict[int, Shard] = {}
         self.entered: tuple[Any, ...] = ()
+        self.made_before = 0
+        """Shards that this process had added when it entered the round."""
+        self.others = 0
+        """Shards of the round that others have added, as far as the progress shows them."""
 
     def help(self, wait: float) -> int:
         """Make images until the run is finished; the number of shards that were made."""
         idle = time.monotonic()
         while not self.folder.path(QUANTIZED).exists():
             round_index = self._latest_round()
-            if round_index is not None and self._enter(round_index) and self.images.make_some(round_index, self.found):
-                idle = time.monotonic()
-                continue
+            if round_index is not None and self._enter(round_index):
+                made = self.images.make_some(round_index, self.found)
+                self._show_others(round_index)
+                if made:
+                    idle = time.monotonic()
+                    continue
             if self.folder.leases.is_held(LEADER):
                 idle = time.monotonic()
             elif time.monotonic() - idle > wait:
@@ -126,6 +133,18 @@ class _Helper:
                 "machine computes: use the same kind of device, as many threads and the same versions as its leader"
             )
         self.entered, self.found = entering, {}
-        work = self.recipe.synthesis.images * max(1, self.recipe.steps_in_round(round_index))
-        self.progress.stage(f"{self.images.source.stage}, round {round_index + 1} of {len(self.recipe.rounds)}", work)
+        self.made_before, self.others = self.images.made, len(self.folder.shards(round_index))
+        title = f"{self.images.source.stage}, round {round_index + 1} of {len(self.recipe.rounds)}"
+        total = self.recipe.synthesis.images * max(1, self.recipe.steps_in_round(round_index))
+        self.progress.stage(title, total, done=min(total, self.others * self._work_of_shard(round_index)))
         return True
+
+    def _show_others(self, round_index: int) -> None:
+        others = len(self.folder.shards(round_index)) - (self.images.made - self.made_before)
+        if others > self.others:
+            self.progress.advance((others - self.others) * self._work_of_shard(round_index))
+            self.others = others
+
+    def _work_of_shard(self, round_index: int) -> int:
+        """Images times steps, as the progress counts."""
+        return self.recipe.synthesis.batch * max(1, self.recipe.steps_in_round(round_index))

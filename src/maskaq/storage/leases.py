@@ -23,7 +23,7 @@ from typing import Any
 
 import maskaq
 from maskaq.errors import RunFolderError
-from maskaq.storage.files import explained, machine, misfit
+from maskaq.storage.files import explained, machine, misfit, writer
 
 SECONDS = 60.0
 """How long a lease outlives the last sign of its owner."""
@@ -103,7 +103,6 @@ class Leases:
     def claim(self, name: str) -> bool:
         """Take a lease that nobody holds, or whose owner is gone; False if it is another's."""
         with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             if self._create(name):
                 return True
             held = self.read(name)
@@ -112,7 +111,6 @@ class Leases:
     def take(self, name: str) -> None:
         """Claim a lease whoever holds it, for a process that knows by other means that the owner is gone."""
         with explained(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
             while not self._create(name):
                 self._path(name).unlink(missing_ok=True)
 
@@ -134,19 +132,17 @@ class Leases:
     def each(self, names: Iterable[str], is_done: Callable[[str], bool], wait: float = 1.0) -> Iterator[str]:
         """One name after another whose work is not done, with its lease held meanwhile.
 
-        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere.
+        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere. What
+        was given and is not done afterwards is given again.
         """
-        left = list(names)
+        left = [name for name in names if not is_done(name)]
         while left:
-            before = len(left)
-            for name in [name for name in left if not is_done(name)]:
+            for name in left:
                 with self.claimed(name) as mine:
-                    if mine:
-                        left.remove(name)
-                        if not is_done(name):  # by another, since we looked
-                            yield name
-            left = [name for name in left if not is_done(name)]
-            if len(left) == before:
+                    if mine and not is_done(name):  # by another, since we looked
+                        yield name
+            before, left = left, [name for name in left if not is_done(name)]
+            if len(left) == len(before):
                 time.sleep(wait)
 
     def release(self, name: str) -> None:
@@ -188,10 +184,15 @@ class Leases:
         return self.folder / f"{name}.lease"
 
     def _create(self, name: str) -> bool:
-        try:
-            file = os.open(self._path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        except FileExistsError:
-            return False
+        flags, file = os.O_CREAT | os.O_EXCL | os.O_WRONLY, -1
+        while file < 0:
+            try:
+                file = os.open(self._path(name), flags, 0o666)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:  # the first lease, or the owner of the last one has just removed the folder
+                with suppress(FileExistsError):
+                    self.folder.mkdir()
         about = asdict(self.worker) | {"token": self._token, "seconds": self.seconds}
         try:
             with open(file, "wb") as opened:
@@ -262,7 +263,8 @@ def _read(path: Path) -> Held | None:
 def check_shared(folder: Path) -> None:
     """RunFolderError unless a folder has what several workers need: exclusive creation, renaming, times, locks."""
     lacks = ""
-    trial = folder / f".trial.{secrets.token_hex(8)}"
+    # A temporary file by its name: what a kill leaves of it, the next leader of the run clears away.
+    trial = folder / f".trial.{secrets.token_hex(4)}.{writer()}.tmp"
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
 """Snapshots of the optimisation of one image of a round."""
 
 # What a run killed before its run.json was in place may have left behind.
-_LEFTOVERS = re.compile(r"\.lock|\.lock\.pid|\.run\.json\.\d+(\.[0-9a-f-]+)?\.tmp")
+_LEFTOVERS = re.compile(r"\.lock|\.lock\.pid|\.(run\.json|trial\.[0-9a-f]{8})\.\d+(\.[0-9a-f-]+)?\.tmp")
 _ORDER = "images/round_{round:02}/order.json"
 _SHARD = re.compile(r"shard_(\d+)\.safetensors")
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})\.safetensors")
@@ -178,7 +179,14 @@ def _check_ours(root: Path) -> None:
 
 
 _TEMPORARY = re.compile(r".*\.([1-9]\d*)(?:\.([0-9a-f]{8})-[0-9a-f]{8})?\.(?:aside\.)?(?:tmp|unproven)")
+_TEMPORARY_FORMS = (".*.[0-9]*.tmp", ".*.[0-9]*.unproven.*")
 _FORGOTTEN = 3600.0  # seconds after which what another machine was writing counts as left behind
+
+
+def _temporary(root: Path) -> list[Path]:
+    """Temporary files and folders. `os.walk`, unlike `rglob`, bears that workers remove folders meanwhile."""
+    found = [Path(folder, name) for folder, folders, files in os.walk(root) for name in (*folders, *files)]
+    return [path for path in found if any(fnmatchcase(path.name, form) for form in _TEMPORARY_FORMS)]
 
 
 def _is_being_written(temp: Path, now: float) -> bool:
@@ -217,7 +225,7 @@ def _start_or_resume(root: Path, asked: dict[str, Any], update: Update) -> dict[
     with explained(root):
         note = root / ".lock.pid"
         now = note.stat().st_mtime if note.exists() else 0.0  # it was written just now
-        for temp in [*root.rglob(".*.[0-9]*.tmp"), *root.rglob(".*.[0-9]*.unproven.*")]:
+        for temp in _temporary(root):
             if not _is_being_written(temp, now):
                 shutil.rmtree(temp) if temp.is_dir() and not temp.is_symlink() else temp.unlink(missing_ok=True)
         events = root / "events.jsonl"

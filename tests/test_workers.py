@@ -188,6 +188,7 @@ def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
         assert helper.exitcode == 100 and "disk full" in (tmp_path / "refused").read_text()
     else:
         assert helper.exitcode > 0, "it has made some of the images"
+    assert fault == "killed" or not list(out.rglob("*.tmp")), "nothing is left half written"
 
 
 def test_the_progress_of_a_worker_counts_what_others_make(tmp_path, source, alone, monkeypatch):

@@ -27,6 +27,7 @@ from maskaq.randomness import image_keys
 from maskaq.ranks import ALONE, Ranks
 from maskaq.runs import work as working
 from maskaq.runs.quantize import quantize
+from maskaq.storage.runfolder import RunFolder
 
 RECIPE = small_recipe("synthesis.images=14", "synthesis.batch=2", "calibration.batch=8")
 """Two rounds of 7 shards, each with two epochs of two steps: one of 8 images, one of 6."""
@@ -134,6 +135,20 @@ def test_a_step_of_ranks_differs_from_one_process_by_rounding_alone(tmp_path, mo
     for name in moments:
         scale = one[name].abs().max().clamp(min=1e-12)
         assert float((one[name] - ranks[name]).abs().max() / scale) < 1e-4, name
+
+
+@pytest.mark.slow
+def test_ranks_halve_the_first_step_as_often_as_one_process(tmp_path):
+    """Each decides for itself: ranks that disagreed would wait for each other forever."""
+    recipe = small_recipe(
+        "synthesis.images=8", "calibration.epochs=1", "calibration.batch=8", "calibration.lr=1",
+        "calibration.pace=first_step",
+    )  # fmt: skip
+    run(tmp_path / "one", recipe)
+    assert in_ranks(2, run, tmp_path / "ranks", recipe) == [0, 0]
+    states = [RunFolder.read(tmp_path / out).load_checkpoint(1).state()["optimizer"] for out in ("one", "ranks")]
+    one, ranks = ([group["pace"] for group in state["param_groups"]] for state in states)
+    assert one == pytest.approx(ranks, rel=1e-4) and max(one) < 0.1, "0.13 before it was halved"
 
 
 def test_the_parts_of_ranks_are_mixed_as_the_whole_batch_is():
@@ -392,7 +407,7 @@ def test_a_rank_that_is_killed_costs_nothing_but_time(tmp_path, two_workers, num
     events = out / "events.jsonl"
     begun = {
         "synthesis": lambda: len(list(out.glob("images/round_00/shard_*"))) > 0,
-        "calibration": lambda: events.exists() and '"epoch": 1' in events.read_text(),
+        "calibration": lambda: events.exists() and '"epoch": 3' in events.read_text(),  # after a checkpoint
     }
     wait_until(begun[phase], process)
     os.kill(rank_of(process.pid, number), signal.SIGKILL)

@@ -188,6 +188,7 @@ def test_a_faulty_worker_does_no_harm(tmp_path, source, alone, together, fault):
         assert helper.exitcode == 100 and "disk full" in (tmp_path / "refused").read_text()
     else:
         assert helper.exitcode > 0, "it has made some of the images"
+    assert fault == "killed" or not list(out.rglob("*.tmp")), "nothing is left half written"
 
 
 def test_the_progress_of_a_worker_counts_what_others_make(tmp_path, source, alone, monkeypatch):
@@ -505,7 +506,7 @@ def test_status_tells_how_far_a_run_is_and_who_works_on_it(tmp_path, source, alo
     assert main(["status", str(out), "--json", str(tmp_path / "status.json")]) == 0
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, "it only reads"
     found = json.loads((tmp_path / "status.json").read_text())
-    assert found["stage"] == "calibrate"
+    assert found["stage"] == "calibrate" and found["left"] > 0, "although no epoch was timed yet"
     assert sorted(worker["shards"] for worker in found["workers"]) == [2, 4], "with those who hold no lease any more"
     printed = capsys.readouterr().out
     assert "6 of 6 in this round" in printed and "nobody works on it" in printed

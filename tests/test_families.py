@@ -5,7 +5,7 @@ import torch
 from families import SMALL, small
 from helpers import mostly_slow
 from timm.models import list_models
-from torch import matmul, nn, softmax
+from torch import einsum, matmul, nn, softmax
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torchvision.transforms.functional import to_pil_image
@@ -18,6 +18,7 @@ from maskaq.models import expose, geometry, in_float
 from maskaq.models.load import load_shape, set_task
 from maskaq.models.names import FAMILIES, embedding_width, modules_of
 from maskaq.models.products import AttentionProducts
+from maskaq.models.rewiring import product_of
 from maskaq.models.taps import taps
 from maskaq.models.timm_models import create_timm
 from maskaq.quant.kinds import layers
@@ -206,6 +207,29 @@ class OtherName(Attention):
         return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Einsum(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5, dim=-1)
+        return self.out(torch.einsum("bhqk,bhkd->bqhd", maps, v).flatten(2))
+
+
+class EinsumOfTokens(Attention):
+    """Heads behind the tokens, a function imported by itself, and spaces."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).unbind(2)
+        maps = softmax(einsum("b q h d, b k h d -> b h q k", q * q.shape[-1] ** -0.5, k), dim=-1)
+        return self.out(einsum("b h q k, b k h d -> b q h d", maps, v).flatten(2))
+
+
+class HalfEinsum(Attention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5, dim=-1)
+        return self.out((maps @ v).transpose(1, 2).flatten(2))
+
+
 class Pairs(Own):
     """Blocks that are no modules with a forward of their own, and a class token that alone is read."""
 
@@ -231,8 +255,11 @@ class Pairs(Own):
         lambda: Own(OtherName),
         lambda: Own(written_with(0.3)),
         lambda: Pairs(Attention),
+        lambda: Own(Einsum),
+        lambda: Own(EinsumOfTokens),
+        lambda: Own(HalfEinsum),
     ],
-    ids=["another name", "a class in a function", "a class token"],
+    ids=["another name", "a class in a function", "a class token", "einsum", "einsum of tokens", "half of it einsum"],
 )
 def test_ways_of_writing_attention_that_are_exposed(make):
     torch.manual_seed(0)
@@ -248,18 +275,29 @@ def test_ways_of_writing_attention_that_are_exposed(make):
             assert exposed.get_submodule(layer.attention).class_query == (layer.prefix_tokens > 0)
 
 
-class Einsum(Attention):
+class ImplicitEinsum(Attention):
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        maps = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5, dim=-1)
-        return self.out(torch.einsum("bhqk,bhkd->bqhd", maps, v).flatten(2))
-
-
-class HalfEinsum(Attention):
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        maps = torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5, dim=-1)
+        maps = torch.softmax(torch.einsum("...qd,...kd->...qk", q, k) * q.shape[-1] ** -0.5, dim=-1)
         return self.out((maps @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("equation", ["bhqd,bhkd->bhqk", "bhqk,bhkd->bqhd", "qd,kd->kq", "h d q, k d h -> k h q"])
+def test_an_einsum_of_two_tensors_is_a_product_of_them(equation):
+    a, b, out = equation.replace(" ", "").replace("->", ",").split(",")
+    sizes = dict(zip("bhqkd", (2, 3, 4, 5, 6), strict=True))
+    x, y = (torch.randn([sizes[axis] for axis in axes]) for axes in (a, b))
+    left, right, product = product_of(equation)
+    found = (x.permute(left) @ y.permute(right)).permute(product)
+    assert found.shape == tuple(sizes[axis] for axis in out)
+    assert torch.allclose(found, torch.einsum(equation, x, y), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "equation", ["bhqd,hkd->bhqk", "qd,kd", "qd,kd->k", "qd,kd->qdk", "qq,qk->qk", "...qd,...kd->...qk"]
+)
+def test_other_einsums_are_no_products(equation):
+    assert product_of(equation) is None
 
 
 class InFunction(Attention):
@@ -287,8 +325,7 @@ class UsesMaps(nn.Module):
 @pytest.mark.parametrize(
     ("attention", "error"),
     [
-        (Einsum, r"attentions\.1\.1.*einsum"),
-        (HalfEinsum, r"attentions\.1\.1.*einsum"),
+        (ImplicitEinsum, r"attentions\.1\.1.*einsum"),
         (InFunction, "_written_out"),
         (Causal, "causal"),
         (UsesMaps, "MultiheadAttention"),

@@ -43,7 +43,7 @@ class Seen:
     softmaxes: dict[str, set[str]] = field(default_factory=dict)
     """Module -> its methods that compute a softmax."""
     other_products: dict[str, set[str]] = field(default_factory=dict)
-    """Module -> its methods that multiply by a function that cannot be replaced."""
+    """Module -> those of them whose product may be of another form than `a @ b`."""
     unreached: dict[str, None] = field(default_factory=dict)
     """Functions, not methods of a module, that compute attention."""
     grids: dict[tuple[int, int], None] = field(default_factory=dict)
@@ -109,7 +109,8 @@ class _Watch(TorchFunctionMode):
         elif name in _PRODUCTS:
             self._note(self.seen.products, "product")
         elif name in _OTHER_PRODUCTS:
-            self._note(self.seen.other_products, "product")
+            for where in (self.seen.products, self.seen.other_products):
+                self._note(where, "product")
         elif name == "softmax":
             self._note(self.seen.softmaxes, "softmax")
         elif name in _SPATIAL and isinstance(output, Tensor) and output.dim() == 4:

@@ -1,13 +1,14 @@
 """Make a module's own code call our products: its methods are recompiled with some of their calls replaced.
 
 A method that calls `F.scaled_dot_product_attention(q, k, v, ...)` becomes one that calls
-`self.products.attention(q, k, v, ...)`, and `a @ b` becomes `self.products.multiply("forward.0", a, b)`: the same
-source, compiled again in a subclass. So nothing is intercepted while the model runs, and compilers and exporters see
-plain code.
+`self.products.attention(q, k, v, ...)`, and `a @ b` becomes `self.products.multiply("forward.0", a, b)`, as does an
+`einsum` of two tensors that is such a product: the same source, compiled again in a subclass. So nothing is intercepted
+while the model runs, and compilers and exporters see plain code.
 """
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -75,6 +76,31 @@ def _recompiled(cls: type, name: str, matmuls: bool) -> Any:
     return names["outer"](**enclosing)
 
 
+def product_of(equation: str) -> tuple[list[int], list[int], list[int]] | None:
+    """How to permute a and b so that `a @ b` is this einsum, and then the product; None if it is no such product.
+
+    >>> product_of("b h i d, b h j d -> b i h j")
+    ([0, 1, 2, 3], [0, 1, 3, 2], [0, 2, 1, 3])
+    """
+    found = re.fullmatch(r"(\w+),(\w+)->(\w+)", equation.replace(" ", ""))
+    if found is None:
+        return None
+    a, b, out = found.groups()
+    shared = [axis for axis in a if axis in b and axis in out]
+    rows, columns, summed = set(a) - set(b), set(b) - set(a), (set(a) & set(b)) - set(out)
+    is_product = len(rows) == len(columns) == len(summed) == 1 and set(out) == {*shared, *rows, *columns}
+    if not is_product or any(len(set(axes)) < len(axes) for axes in (a, b, out)):
+        return None
+    product = [*shared, *rows, *columns]
+    orders = (a, [*shared, *rows, *summed]), (b, [*shared, *summed, *columns]), (product, list(out))
+    left, right, result = ([list(axes).index(axis) for axis in order] for axes, order in orders)
+    return left, right, result
+
+
+def _permuted(value: Any, order: list[Any]) -> ast.Call:
+    return ast.Call(ast.Attribute(value, "permute", ast.Load()), order, [])
+
+
 class _Calls(ast.NodeTransformer):
     """Puts our calls in the place of those that multiply activations."""
 
@@ -90,6 +116,8 @@ class _Calls(ast.NodeTransformer):
             node.func = self._products("attention")
         elif self.matmuls and not node.keywords:
             operands: list[Any] = []
+            if function is torch.einsum:
+                return self._einsum(node)
             if function is torch.matmul or function is torch.bmm:
                 operands = node.args
             elif isinstance(node.func, ast.Attribute) and called in ("matmul", "bmm"):
@@ -107,6 +135,16 @@ class _Calls(ast.NodeTransformer):
         self.generic_visit(node)
         is_product = self.matmuls and isinstance(node.op, ast.MatMult)
         return self._multiply(node.left, node.right) if is_product else node
+
+    def _einsum(self, node: ast.Call) -> ast.Call:
+        """a and b with their axes in the order of a product, multiplied; the product's axes in the order asked for."""
+        equation = getattr(node.args[0], "value", None) if len(node.args) == 3 else None
+        orders = product_of(equation) if isinstance(equation, str) else None
+        if orders is None:
+            return node
+        left, right, product = ([ast.Constant(axis) for axis in order] for order in orders)
+        operands = zip(node.args[1:], (left, right), strict=True)
+        return _permuted(self._multiply(*(_permuted(operand, order) for operand, order in operands)), product)
 
     def _multiply(self, left: Any, right: Any) -> ast.Call:
         place = ast.Constant(f"{self.method}.{self.count}")

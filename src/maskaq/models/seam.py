@@ -1,9 +1,9 @@
 """Any other model: its attention is found by running it once, and its own code is made to call our products.
 
-Two ways of writing attention are seen: `F.scaled_dot_product_attention`, and products `a @ b` around a softmax. The
-module that does either gets a child `products` with the products as modules, so that they can be quantized and tapped;
-its parameters, its other code and its result stay as they are. Afterwards the model is run again: every attention
-must have gone through its products, and the outputs must be the same.
+Two ways of writing attention are seen: `F.scaled_dot_product_attention`, and products around a softmax, as `a @ b` or
+with `einsum`. The module that does either gets a child `products` with the products as modules, so that they can be
+quantized and tapped; its parameters, its other code and its result stay as they are. Afterwards the model is run again:
+every attention must have gone through its products, and the outputs must be the same.
 """
 
 from collections.abc import Callable
@@ -199,8 +199,8 @@ def _refuse_other_products(owners: dict[str, Any], seen: probe.Seen) -> None:
         found = 2 if isinstance(products, Fused) else len(products.names) if products is not None else 0
         if name in seen.softmaxes and found < 2:
             raise ModelError(
-                f"the attention of {name!r} is computed with einsum or baddbmm, which maskaq cannot expose: write its "
-                "products with @ or scaled_dot_product_attention"
+                f"the attention of {name!r} is computed with baddbmm, or an einsum that is no product of two tensors: "
+                "write its products with @ or scaled_dot_product_attention"
             )
 
 

@@ -78,7 +78,7 @@ class Synthesizer:
         self.trajectory: Trajectory | None = None
         """The first image of the latest call, at its start and after some of its steps; None if it was lost."""
         self.blamed: str | None = None
-        """What to do about a term that lost images, once some are lost; empty where it was no single term."""
+        """What to do about a term that lost images, once some are lost; empty if it was not a single term."""
         self._room: int | None = None
         self._expected = 0
         self._buffers: _StepBuffers | None = None
@@ -120,7 +120,7 @@ class Synthesizer:
         return -(-missing // calls)
 
     def images_at_once(self) -> int:
-        """Whole shards that are optimised together: one, or on a fast GPU as many as are fast and fit its memory."""
+        """Images in whole shards that are optimised together: one shard, or on a fast GPU as many as fit its memory."""
         if self._room is None:
             grows = self.engine.captures and self.recipe.most_steps
             self._room = min(_LARGEST_BATCH, self._fitting()) if grows else self.config.batch
@@ -128,13 +128,15 @@ class Synthesizer:
         return self.batch
 
     def expect(self, images: int) -> None:
-        """Calls are of at most so many images. A captured step has buffers for that many, also in a smaller call:
-        the GPU then runs the same kernels, and an image is the same to the bit, whoever makes it and with which others.
+        """Announce the largest number of images in a call.
+
+        A captured step has buffers for that many, even in a smaller call. So the GPU runs the same kernels, and an
+        image is the same to the bit, whichever worker makes it and together with which others.
         """
         if self._expected != images:
             self._room = self.batch = self._expected = images
             if self._buffers is not None and len(self._buffers.labels) != images:
-                self._buffers = None  # of a forecast
+                self._buffers = None  # these were for a forecast
 
     def _fitting(self) -> int:
         """Images that fit three quarters of the GPU's free memory, estimated from one eager step of four images."""
@@ -209,7 +211,7 @@ class Synthesizer:
             labels = self._targets(indices)
             lr = self.recipe.lr_in_round(round_index)
             images, snapshots = self._optimise(images, labels, keys, self._layouts(indices), steps, lr)
-        else:  # nothing to optimise: what they start from are the images
+        else:  # nothing to optimise: the start images are the result
             self.curves = []
             self.progress.advance(len(images))
         frames = to_bytes(self.geometry.pixels(torch.stack(list(snapshots.values())))).cpu()
@@ -288,9 +290,7 @@ class Synthesizer:
             return ""
         schedule = self._schedule(steps, self.recipe.lr_in_round(round_index))
         layout = self._layouts(indices)
-        buffers = _StepBuffers(
-            len(indices), self.geometry, schedule, (self.config.beta1, self.config.beta2), layout, self.device
-        )
+        buffers = self._new_buffers(len(indices), schedule, layout)
         start = self._start(randomness.fold(keys, "start"))
         buffers.fill(start, self._targets(indices), keys, schedule, layout)
         with self.engine.once(), self._models_ready():
@@ -317,19 +317,19 @@ class Synthesizer:
         buffers = self._buffers
         if self.engine.captures:
             count = max(count, min(self._expected, self.batch))
-        if (
-            buffers is None
-            or len(buffers.labels) < count
-            or (len(buffers.labels) != count and not self.engine.captures)
-        ):
+        room = 0 if buffers is None else len(buffers.labels)
+        if buffers is None or room < count or (room > count and not self.engine.captures):
             self._buffers = None  # frees its memory before the next one is allocated
             longest = self._schedule(self.recipe.most_steps, lr=0.0)
             layout = self._layouts(torch.zeros(1, dtype=torch.int64, device=self.device))
-            betas = self.config.beta1, self.config.beta2
-            buffers = _StepBuffers(count, self.geometry, longest, betas, layout, self.device)
+            buffers = self._new_buffers(count, longest, layout)
             buffers.advance = self.engine.repeated(partial(self._step, buffers))
             self._buffers = buffers
         return buffers
+
+    def _new_buffers(self, count: int, schedule: dict[str, list[float]], layout: Layout) -> "_StepBuffers":
+        betas = self.config.beta1, self.config.beta2
+        return _StepBuffers(count, self.geometry, schedule, betas, layout, self.device)
 
     def _schedule(self, steps: int, lr: float) -> dict[str, list[float]]:
         """Name -> value at every step, of everything that changes over the steps."""
@@ -390,22 +390,22 @@ class Synthesizer:
         return view
 
     def _jittered(self, images: Tensor, keys: Tensor, now: Mapping[str, Tensor]) -> Tensor:
-        """What the models see of the images; where a layout says what is where, everything stays in its place."""
-        config = self.config
-        if config.views == "simclr" and not self.task.has_layouts:
+        """What the models see of the images. Where a layout says what is where, nothing moves."""
+        config, moves = self.config, not self.task.has_layouts
+        if config.views == "simclr" and moves:
             settings = asdict(self.recipe.calibration.augment)
             settings = {name: settings[name] for name in settings if name not in ("cutmix", "mixup")}
             pixels = self.engine.compiled(simclr)(self.geometry.pixels(images), keys, **settings)
             return self.geometry.normalise(pixels)
-        if config.zoom < 1 and not self.task.has_layouts:
+        if config.zoom < 1 and moves:
             images = self.engine.compiled(zoomed)(images, keys, now["zoom"])
         jittered: Tensor = self.engine.compiled(jitter)(
             images,
             keys,
-            roll=now["roll"].long() if config.roll and not self.task.has_layouts else 0,
+            roll=now["roll"].long() if config.roll and moves else 0,
             noise=now["noise"] if config.noise else 0.0,
             colour=config.colour,
-            flip=0.0 if self.task.has_layouts else config.flip,
+            flip=config.flip if moves else 0.0,
         )
         return jittered
 
@@ -425,8 +425,8 @@ class Synthesizer:
     ) -> tuple[GridMasks, GridMasks, GridMasks]:
         """Informative region, mask m and thinned mask m' of the images of these numbers, at the last step of a round.
 
-        Its sizes and random numbers are that step's; `attention`, P's to each patch, is as the caller sees it: of the
-        finished images, say, which are not jittered. Images that were not optimised have the masks of a first step.
+        Sizes and random numbers are those of that step. `attention` is P's attention to each patch, for example over
+        the finished images, which are not jittered. Images that were not optimised have the masks of a first step.
         """
         steps = max(1, self.recipe.steps_in_round(round_index))
         now = {name: torch.tensor(values[-1]) for name, values in self._schedule(steps, lr=0.0).items()}
@@ -455,7 +455,7 @@ class Synthesizer:
         """m' of every patch grid: the most attended patches over the grid's layers, thinned (Eqs. 11-13).
 
         Args:
-            foreground: (B, H, W) in [0, 1], the objects of a layout: most of their patches belong to m as well.
+            foreground: (B, H, W) in [0, 1], the objects of a layout: patches that they cover by half belong to m too.
         """
         layers = self.geometry.layers
         found = {}
@@ -475,7 +475,7 @@ class _StepBuffers:
 
     Args:
         schedule: the longest schedule of the run; its names are those of all schedules.
-        layout: of any image: it tells names, shapes and types.
+        layout: of any image, for its names, shapes and types.
     """
 
     advance: Callable[[], None]

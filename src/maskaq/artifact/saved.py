@@ -1,12 +1,12 @@
-"""A quantized model as a folder to keep and to give away.
+"""A quantized model as a folder to keep and to share.
 
     model.safetensors    weight codes packed at their own width; the rest in float32, by the deployed model's names
-    config.json          what builds the model around them, how images are prepared, what is quantized and how
+    config.json          the architecture, how images are prepared, what is quantized and how
     README.md            the model card: the same for people
 
-Nothing is pickled, and no code comes with a folder. What `config.json` says about the model is repeated inside
-`model.safetensors`, whose SHA-256 it holds: no edit of either passes. `made` and the card are free to change; labels
-are changed by saving again, with `labels=`. (Folders of maskaq 0.1.0 do not repeat their labels and load as they are.)
+Nothing is pickled, and a folder contains no code. What `config.json` says about the model is repeated inside
+`model.safetensors`, whose SHA-256 it holds, so that an edit of either is noticed. `made` and the card may be edited;
+to change labels, save again with `labels=`. (Folders of maskaq 0.1.0 do not repeat their labels and load as they are.)
 """
 
 import copy
@@ -40,8 +40,8 @@ from maskaq.storage import files, runfolder
 
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = hub.FILES
-# How images are prepared; set in timm's `pretrained_cfg`, where timm and `data_config` look for it.
 PREPARATION = ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")
+"""How images are prepared: keys of timm's `pretrained_cfg`, where timm and `data_config` look for them."""
 
 _EXPECTED = f"expected a folder of maskaq.save_pretrained, with {CONFIG} and {WEIGHTS}"
 _AGAIN = "copy or download the folder again, or save the model again"
@@ -58,10 +58,10 @@ def save_pretrained(
     """Save a calibrated student or a deployed model as a folder for `from_pretrained`; an earlier one is replaced.
 
     Args:
-        architecture: {"name": timm name, "args": arguments} that build the model; needed where timm's own record and
-            the shapes do not tell.
-        labels: class names, in place of those the model knows.
-        made: anything about how the model was made that JSON can hold; the card shows what it knows of it.
+        architecture: {"name": timm name, "args": arguments} that build the model; needed if it does not follow from
+            timm's own record and the shapes.
+        labels: class names, in place of those the model has.
+        made: how the model was made, as values that JSON can hold; the card shows the keys that it knows.
     """
     root = _path(folder)
     _check_replaceable(root)
@@ -112,7 +112,7 @@ def push(folder: str | Path, repository: str, *, private: bool = False) -> str:
     """Upload a saved model with its card to the Hugging Face hub; the address of the commit.
 
     Args:
-        repository: USER/REPO; made if it is not there.
+        repository: USER/REPO; created if it does not exist.
     """
     from maskaq.artifact.card import bits_of
 
@@ -148,11 +148,11 @@ def write(
     labels: Sequence[str] | None = None,
     made: Mapping[str, Any] | None = None,
 ) -> None:
-    """Unchecked write: whatever is at root is replaced, and the architecture may be unknown."""
+    """Write without checks: whatever is at root is replaced, and the architecture may be unknown."""
     tensors = _stored(deployed)
     described = _described(deployed, architecture)
     labelled = _labelled(deployed, labels)
-    sealed = described | {"id2label": labelled.get("id2label")}  # null: that there are none is not to be edited either
+    sealed = described | {"id2label": labelled.get("id2label")}  # null if there are none, which is sealed too
     data = files.seal(tensors, {"config": json.dumps(sealed, sort_keys=True)})
     config = described | labelled
     config["weights"] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
@@ -173,7 +173,7 @@ def add_metrics(folder: str | Path, metrics: Mapping[str, Any]) -> None:
 
 
 def _card(config: dict[str, Any]) -> bytes:
-    from maskaq.artifact.card import model_card  # it knows the tasks and their losses, which loading does without
+    from maskaq.artifact.card import model_card  # it imports the tasks and their losses, which loading does not need
 
     return model_card(config).encode()
 
@@ -251,7 +251,7 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
 
 
 def _other_grids(model: nn.Module) -> dict[str, Any]:
-    """What is said of activations whose grid is another than that of most; nothing where there are none."""
+    """The activations whose grid is not uniform or not per tensor; empty if there are none."""
     grids = {name: module for name, module in model.named_modules() if isinstance(module, FixedGrid)}
     log = [name for name, grid in grids.items() if isinstance(grid, LogGrid)]
     heads = [name for name, grid in grids.items() if grid.scale.dim()]
@@ -291,11 +291,11 @@ def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _label_ids(id2label: Any) -> dict[str, int] | None:
-    """label2id as it follows from id2label; None where it does not: ImageNet has two classes called crane."""
-    found = {str(name): int(i) for i, name in id2label.items()} if isinstance(id2label, dict) else {}
-    return (
-        found if found and len(found) == len(id2label) else None
-    )  # keys in any order: "10" is before "2" where sorted
+    """label2id, the inverse of id2label; None if two classes have one name, as the two cranes of ImageNet."""
+    if not isinstance(id2label, dict) or not id2label:
+        return None
+    found = {str(name): int(i) for i, name in id2label.items()}
+    return found if len(found) == len(id2label) else None
 
 
 def _plain_json(value: Any, what: str) -> Any:
@@ -309,7 +309,7 @@ def _plain_json(value: Any, what: str) -> Any:
 
 
 def find_architecture(deployed: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """The name and arguments, given or known, that do build a deployed model; None if there are none."""
+    """The name and arguments, given or known, that build a deployed model; None if none do."""
     record = record_of(deployed)
     candidates = [given, _remembered(deployed).get("timm"), getattr(deployed, "architecture", None)]
     try:
@@ -331,7 +331,7 @@ def _remembered(model: nn.Module) -> dict[str, Any]:
 
 
 def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
-    """Why an architecture does not build a deployed model, to the last bit of its outputs; empty if it does."""
+    """Why an architecture does not build a model with bit-identical outputs; empty if it does."""
     try:
         name = architecture["name"]
         args = dict(architecture.get("args", {}))
@@ -352,7 +352,7 @@ def _misfit(architecture: Mapping[str, Any], deployed: nn.Module) -> str:
     with torch.no_grad():
         pairs = zip(tensors_of(built(image)), tensors_of(deployed(image)), strict=True)
         same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    return "" if same else "its shapes fit, its outputs differ: an argument without a shape is missing"
+    return "" if same else "its shapes fit, its outputs differ: an argument that changes no shape is missing"
 
 
 def _check_size(architecture: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -360,7 +360,7 @@ def _check_size(architecture: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     for key, value in architecture["args"].items():
         numbers = list(value) if isinstance(value, list | tuple) else []
         blocks = sum(n for n in numbers or [value] if isinstance(n, int)) if key.startswith("depth") else 0
-        if max(len(numbers), blocks) > len(tensors):  # a block has several
+        if max(len(numbers), blocks) > len(tensors):  # a block has several tensors
             raise ModelError(
                 f"{key} in {CONFIG}: expected at most {len(tensors)}, as many as {WEIGHTS} has tensors, found "
                 f"{_short(json.dumps(value))}"
@@ -400,7 +400,7 @@ def _built(config: Mapping[str, Any], tensors: Mapping[str, Tensor], like: nn.Mo
 
 
 def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
-    """Put a deployed layer, still empty, in the place of every linear map and product of an exposed model."""
+    """Replace every linear layer, convolution and product of an exposed model by an empty deployed layer."""
     sites = scheme["sites"]
     found = {name: (module, kind) for name, (module, kind) in layers(model).items() if type(module) is kind.float_type}
     plan = QuantPlan.from_dict(scheme["plan"]) if "plan" in scheme else QuantPlan()
@@ -415,11 +415,9 @@ def _deploy_blank(model: nn.Module, scheme: Mapping[str, Any]) -> None:
         for key, bits in site.items():
             if bits is not None and (type(bits) is not int or bits not in WIDTHS):
                 raise ModelError(f"site {name!r}: expected {key} from 2 to 8 or null, found {bits!r}")
-        odd = [
-            s for s in kind.slots if (planned := plan.get(name, s)) is not None and planned.bits != site[f"{s}_bits"]
-        ]
-        if odd:
-            raise ModelError(f"site {name!r}: sites and plan of {CONFIG} differ in the bits of {odd[0]}")
+        for slot in kind.slots:
+            if (planned := plan.get(name, slot)) is not None and planned.bits != site[f"{slot}_bits"]:
+                raise ModelError(f"site {name!r}: sites and plan of {CONFIG} differ in the bits of {slot}")
         bits_of = (site[key] for key in keys)
         parts = (None if b is None else (b, plan.get(name, slot)) for b, slot in zip(bits_of, kind.slots, strict=True))
         replace_module(model, name, kind.deployed.blank(module, *parts))
@@ -451,7 +449,7 @@ def _stored(deployed: nn.Module) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put the tensors of a file into a blank deployed model: all of them, and each as it must be."""
+    """Load the tensors of a file into a blank deployed model; ModelError unless all are there and fit."""
     coded = _coded(model)
     own = model.state_dict()
     expected = {name: (value.dtype, tuple(value.shape)) for name, value in own.items()}
@@ -476,7 +474,7 @@ def _words(tensor: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 
 def _float_state(deployed: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a deployed model that stand for those of the full-precision one, under its names."""
+    """The tensors of a deployed model that correspond to those of the full-precision one, under its names."""
     state = dict(deployed.state_dict())
     for name, module in deployed.named_modules(remove_duplicate=False):
         if isinstance(module, FixedGrid):
@@ -523,7 +521,7 @@ def _read(root: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    """In words, the first of the values in which two trees differ, and how many there are; empty if they are alike."""
+    """In words, the first value in which two trees differ, and the number of such values; empty if there is none."""
     was, now = ({key: json.dumps(value) for key, value in runfolder.dotted(tree).items()} for tree in (expected, found))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
     if not keys:
@@ -578,7 +576,7 @@ def _path(folder: Any) -> Path:
 
 
 def _check_replaceable(root: Path) -> None:
-    """Raises if the target exists and is not an earlier saved model."""
+    """PretrainedError if the target exists and is not an earlier saved model."""
     if not os.path.exists(root) or (root.is_dir() and not any(root.iterdir())):
         return
     others = [path.name for path in root.iterdir() if path.name not in (CONFIG, WEIGHTS, CARD)] if root.is_dir() else []

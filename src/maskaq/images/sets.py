@@ -83,15 +83,17 @@ def image_folder(
 ) -> DataLoader:
     """Batches of (images, labels) from a folder with one sub-folder per class, in timm's own transform for the model.
 
-    Without `class_index` the sorted sub-folders are classes 0, 1, 2, ... and must be as many as the model's.
-    With it, a JSON file maps each sub-folder's name to its class, so that a subset of the classes will do.
-    For a model without a classifier there may be any number of sub-folders, or none: then images have the label -1.
+    Without `class_index` the sorted sub-folders are classes 0, 1, 2, ..., and there must be as many as the model has
+    classes. With it, a JSON file maps the name of each sub-folder to its class, so that a subset of the classes will
+    do. For a model without a classifier there may be any number of sub-folders, or none: then images have the label -1.
     """
     root = Path(path)
     has_classes = task_of(model).name == "classification"
     expected = "expected a folder with one sub-folder of images per class"
     if not has_classes:
         expected = "expected a folder of images, or of one sub-folder of images per class"
+        if class_index is not None:
+            raise DataError(f"--class-index {class_index} is for classifiers: this model has no classes")
     if not os.path.isdir(root):
         raise DataError(f"image folder {root} {absent(root)}; {expected}")
     config = data_config(model)
@@ -101,8 +103,6 @@ def image_folder(
         config["interpolation"] = interpolation
     transform = create_transform(**config, is_training=False)
     loader = partial(read_image, channels=config["input_size"][0])
-    if not has_classes and class_index is not None:
-        raise DataError(f"--class-index {class_index} is for classifiers: this model has no classes")
     if not has_classes:
         files = _images_in(root)
         flat = [file for file in files if file.parent == root]
@@ -151,7 +151,7 @@ def _images_in(root: Path) -> list[Path]:
 
 
 def image_files(path: str | Path, wanted: int) -> list[Path]:
-    """The image files of a folder and the folders in it, sorted; DataError if there are fewer than wanted."""
+    """The image files of a folder and its sub-folders, sorted; DataError if there are fewer than wanted."""
     root = Path(path)
     if not os.path.isdir(root):
         raise DataError(f"image folder {root} {absent(root)}; expected a folder of images, or of folders of images")

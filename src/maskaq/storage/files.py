@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, tensors with a digest of every bit, and reads that follow no link."""
+"""Atomic writes, tensor files with a digest of every bit, and reads that follow no link."""
 
 import ctypes
 import errno
@@ -54,7 +54,7 @@ def explained(path: Path, needed: int = 4096) -> Iterator[None]:
 
 
 class DamagedError(RunFolderError):
-    """A file is there and is not what was written."""
+    """A file exists but is not what was written."""
 
     def __init__(self, path: Path, reason: object, remedy: str) -> None:
         super().__init__(f"{path} is damaged ({reason}): {remedy}")
@@ -63,15 +63,15 @@ class DamagedError(RunFolderError):
 
 
 def short(value: Any) -> Any:
-    """A SHA-256 digest cut to its first digits, for messages; anything else unchanged."""
+    """The first digits of a SHA-256 digest, for messages; anything else unchanged."""
     return f"{value[:12]}..." if isinstance(value, str) and _SHA256.fullmatch(value) else value
 
 
 def write_bytes_atomic(path: str | Path, data: bytes, replace: bool = True) -> bool:
-    """Puts data at path, durably: whatever happens, path holds its old content or all of the new.
+    """Put data at path, durably: whatever happens, path holds its old content or all of the new.
 
     Args:
-        replace: False keeps an existing file and returns False: of several writers the first one wins.
+        replace: if False, an existing file is kept and False is returned: of several writers the first one wins.
     """
     path = Path(path)
     temp = path.with_name(f".{path.name}.{writer()}.tmp")
@@ -90,7 +90,7 @@ def write_bytes_atomic(path: str | Path, data: bytes, replace: bool = True) -> b
 
 
 def _place_new(temp: Path, path: Path) -> bool:
-    """Gives a finished file its name, unless another has it."""
+    """Give a finished file its name, unless another has it."""
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -104,7 +104,7 @@ def _place_new(temp: Path, path: Path) -> bool:
 
 
 def machine() -> str:
-    """Eight hexadecimal digits for this machine, or container: process numbers mean something inside it."""
+    """Eight hexadecimal digits for this machine or container, inside which process numbers are unique."""
     parts = [socket.gethostname()]
     with suppress(OSError):  # on Linux: names of hosts are not always their own
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -118,12 +118,12 @@ def _tag(pid: int) -> str:
 
 
 def writer() -> str:
-    """This process in the names of its temporary files: PID.MACHINE-RANDOM."""
+    """The name of this process in its temporary files: PID.MACHINE-RANDOM."""
     return f"{os.getpid()}.{_tag(os.getpid())}"
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Writes a file that is not there yet, durably; whatever has its name, a link above all, is removed first."""
+    """Write a new file, durably; whatever has its name, such as a link, is removed first."""
     path.unlink(missing_ok=True)
     with open(path, "xb") as file:
         file.write(data)
@@ -132,7 +132,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
-    """Puts a folder with these files, and no others, at path: it is the old folder or all of the new one."""
+    """Put a folder with these files, and no others, at path: it is the old folder or all of the new one."""
     path = Path(os.path.realpath(path))  # through a link, or the link itself would be replaced
     temp = path.with_name(f".{path.name}.{writer()}.tmp")
     with explained(path, sum(map(len, files.values()))):
@@ -157,10 +157,10 @@ def write_folder_atomic(path: str | Path, files: Mapping[str, bytes]) -> None:
 
 
 def replace_together(files: Mapping[Path, Path]) -> None:
-    """Renames finished files to their places: all of them, or, where one cannot be renamed, none.
+    """Rename finished files to their places: all of them, or none if one cannot be renamed.
 
-    A kill in between leaves the last place empty, never with its file beside those of another: put last the file
-    that stands for all.
+    A kill in between leaves the last place empty, so that the last file is never beside files of another set: put the
+    one that readers look for last.
     """
     aside = {place: place.with_name(f".{place.name}.{os.getpid()}.aside.tmp") for place in files.values()}
     one_alone = len(files) == 1  # it takes its place at once, and a kill leaves the old or the new
@@ -218,7 +218,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def write_json_atomic(path: str | Path, obj: Any) -> None:
-    """Puts obj at path as readable JSON, like `write_bytes_atomic`."""
+    """Put obj at path as readable JSON, like `write_bytes_atomic`."""
     write_bytes_atomic(path, json_bytes(obj))
 
 
@@ -230,7 +230,7 @@ def json_bytes(obj: Any) -> bytes:
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Puts tensors and metadata at path as safetensors; the metadata key "digest" is ours. Same input, same bytes."""
+    """Put tensors and metadata at path as safetensors; the metadata key "digest" is ours. Same input, same bytes."""
     write_bytes_atomic(path, seal(tensors, metadata or {}))
 
 
@@ -256,7 +256,7 @@ _FOLDER = "it is a folder: expected a file"
 
 
 def own_path(root: Path, name: str) -> Path:
-    """The path of something below a folder. RunFolderError if part of it is a symbolic link, a pipe or a device."""
+    """A path below a folder. RunFolderError if part of it is a symbolic link, a pipe or a device."""
     path = root
     for part in Path(name).parts:
         path = path / part
@@ -307,7 +307,7 @@ def seal(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def unseal(data: bytes, path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What `seal` was given; path and remedy are for the message when a bit of data is not as it was."""
+    """What `seal` was given; path and remedy are for the error if a bit has changed."""
     end = min(8 + int.from_bytes(data[:8], "little"), len(data))
     found = _DIGEST.search(data, 8, end)
     if found is None:
@@ -374,10 +374,10 @@ def restore_state(tensors: Mapping[str, Tensor], meta: str) -> Any:
 
 
 def misfit(value: Any, form: Any, key: str = "") -> str:
-    """In words, the first place where a value read from JSON is not of the form; empty if it is.
+    """In words, the first place where a value read from JSON does not have the form; empty if it has.
 
-    A form is a type, a list of one form, or a dict of forms: a key that ends in ? may be missing or null, * is any key.
-    float is any number or null.
+    A form is a type, a list of one form, or a dict of forms, in which a key that ends in ? may be missing or null and *
+    is any key. float is any number or null.
     """
     if isinstance(form, dict) and isinstance(value, dict):
         named = {name: value.get(name.removesuffix("?")) for name in form if name != "*"}
@@ -394,7 +394,7 @@ def misfit(value: Any, form: Any, key: str = "") -> str:
 
 
 def lines_of(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object per line, without a last line cut by a kill; none without the file."""
+    """The objects of a file with one JSON object per line, without a line cut by a kill; none if there is no file."""
     found = []
     for line in read_regular(Path(path)).decode(errors="replace").splitlines() if os.path.exists(path) else ():
         try:
@@ -408,6 +408,6 @@ def lines_of(path: str | Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Context that one process at a time is in, by an OS lock on a file; the others wait."""
+    """Context that only one process at a time can enter, by an OS lock on a file; the others wait."""
     with FileLock(path):
         yield

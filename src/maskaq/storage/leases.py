@@ -1,11 +1,11 @@
-"""Leases: which worker does which piece of work, agreed on through files in a folder that all of them see.
+"""Leases: which worker does which piece of work, agreed on through files in a folder that all of them can access.
 
-A lease is a file that its owner created exclusively and touches now and then. A lease that stays untouched for its
-time has expired: whoever renames it away first may claim the work anew. Nobody compares clocks: a lease is old when it
-did not change while somebody watched, by the watcher's own monotonic clock.
+A lease is a file that its owner created exclusively and touches regularly. A lease that stays untouched for its time
+limit has expired: whoever renames it away first may claim the work. Clocks are never compared: a lease expires if it
+does not change while another worker watches it, by the monotonic clock of that worker.
 
-A lease saves double work and decides nothing else. Its owner may be stopped, lose it, and go on: what is leased must
-be such that two workers who do the same do no harm.
+A lease only prevents duplicate work. Its owner may be stopped, lose it and go on, so it must be harmless if two workers
+do the same work.
 """
 
 import json
@@ -26,8 +26,8 @@ from maskaq.errors import RunFolderError
 from maskaq.storage.files import explained, machine, misfit, writer
 
 SECONDS = 60.0
-"""How long a lease outlives the last sign of its owner."""
-_BEATS = 6  # signs of life in that time: a few may be late
+"""How long a lease is valid after it was last touched."""
+_BEATS = 6  # how often a lease is touched in that time: a few touches may be late
 _UNWRITTEN = 10.0  # seconds for which a lease may be unreadable: it is written right after it was created
 _LIVING: set[str] = set()  # tokens of this process
 _FORM = {"host": str, "machine": str, "pid": int, "token": str, "seconds": float, "version": str, "rank?": int}
@@ -35,11 +35,11 @@ _FORM = {"host": str, "machine": str, "pid": int, "token": str, "seconds": float
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that works, as others see it."""
+    """A worker process, as others see it."""
 
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=machine)
-    """Where its process number means something: two containers may have one host name."""
+    """Where its process number is unique: two containers may have one host name."""
     pid: int = field(default_factory=os.getpid)
     rank: int | None = None
     version: str = field(default_factory=lambda: maskaq.__version__)
@@ -69,7 +69,7 @@ class Held:
     """A lease as found in the folder."""
 
     worker: Worker | None
-    """None for a file that is not, or not yet, written."""
+    """None for a file that has not been written yet, or is not readable."""
     token: str
     seconds: float
     touched: float
@@ -77,7 +77,7 @@ class Held:
 
     @property
     def sign(self) -> tuple[str, float]:
-        """Something that changes while the owner lives."""
+        """A value that keeps changing while the owner is alive."""
         return self.token, self.touched
 
 
@@ -85,7 +85,7 @@ class Leases:
     """The leases in a folder, and those of them that this process holds.
 
     Args:
-        seconds: how long others wait for this process when it is gone.
+        seconds: how long others wait for this process after it has died.
     """
 
     def __init__(self, folder: Path, worker: Worker | None = None, seconds: float = SECONDS) -> None:
@@ -101,7 +101,7 @@ class Leases:
         self._heart: threading.Thread | None = None
 
     def claim(self, name: str) -> bool:
-        """Take a lease that nobody holds, or whose owner is gone; False if it is another's."""
+        """Take a lease that nobody holds or whose owner is gone; False if another worker has it."""
         with explained(self.folder):
             if self._create(name):
                 return True
@@ -109,14 +109,14 @@ class Leases:
             return held is not None and self._is_expired(name, held) and self._take_away(name, held)
 
     def take(self, name: str) -> None:
-        """Claim a lease whoever holds it, for a process that knows by other means that the owner is gone."""
+        """Claim a lease regardless of who holds it, for a process that knows that the owner is gone."""
         with explained(self.folder):
             while not self._create(name):
                 self._path(name).unlink(missing_ok=True)
 
     @property
     def place(self) -> int:
-        """A number of this process among others, by which each may begin somewhere else."""
+        """A random number of this process, so that workers can start at different places."""
         return int(self._token, 16)
 
     @contextmanager
@@ -130,10 +130,10 @@ class Leases:
                 self.release(name)
 
     def each(self, names: Iterable[str], is_done: Callable[[str], bool], wait: float = 1.0) -> Iterator[str]:
-        """One name after another whose work is not done, with its lease held meanwhile.
+        """The names whose work is not done, one after another, each while its lease is held.
 
-        What others do is left to them, and taken up when they die: it ends when all is done, here or elsewhere. What
-        was given and is not done afterwards is given again.
+        Work of other processes is left to them, and taken up if they die. The iteration ends when all work is done,
+        here or elsewhere. A name whose work is not done after it was yielded is yielded again.
         """
         left = [name for name in names if not is_done(name)]
         while left:
@@ -146,7 +146,7 @@ class Leases:
                 time.sleep(wait)
 
     def release(self, name: str) -> None:
-        """Give a lease back, if it is still ours."""
+        """Give a lease back if this process still has it."""
         with self._lock:
             self._mine.discard(name)
             held = self.read(name)
@@ -172,7 +172,7 @@ class Leases:
         return {name: held for name in names if (held := self.read(name)) is not None}
 
     def is_held(self, name: str) -> bool:
-        """Whether somebody holds the lease and has not been silent for its time, as far as was watched until now."""
+        """Whether somebody holds the lease and, as far as this process watched, has not let it expire."""
         held = self.read(name)
         return held is not None and not self._is_expired(name, held)
 
@@ -219,7 +219,7 @@ class Leases:
         return time.monotonic() - since > held.seconds
 
     def _take_away(self, name: str, expired: Held) -> bool:
-        """Rename an expired lease, which one of all who try can do, and claim the work anew."""
+        """Rename an expired lease, which only one worker can do, and claim the work."""
         aside = self._path(name).with_suffix(f".{self._token}.expired")
         try:
             os.rename(self._path(name), aside)

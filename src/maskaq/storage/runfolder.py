@@ -5,13 +5,14 @@
     events.jsonl                   one JSON object per line, appended
     images/round_00/               shard_0000.safetensors ..., each with what it is and what it was made against
     checkpoints/                   named by the epochs done: the latest, the one before, and the start of every round
-    quantized/                     the result, and metrics.json its accuracy, written for the stages that make them
-    events/                        the same of workers that joined, one file each
-    leases/                        which worker makes which images, while they do
+    quantized/                     the quantized model
+    metrics.json                   its accuracy
+    events/                        events of workers that joined, one file each
+    leases/                        which worker is making which images
     .lock, .lock.pid               held by the one process that leads the run: others may join it to make images
 
 Files appear whole or not at all (temporary file, fsync, rename), and tensor files carry a digest of all their bytes.
-Nothing below the folder may be a symbolic link: a folder from a stranger cannot lead a read or a write out of itself.
+Nothing below the folder may be a symbolic link, so that a folder from elsewhere cannot redirect a read or a write.
 """
 
 import errno
@@ -62,10 +63,10 @@ READABLE = (1, 2)
 """Formats that can be evaluated, reported and exported; only `FORMAT` can be continued."""
 
 QUANTIZED = "quantized"
-"""The folder of a run with its model, as `maskaq.from_pretrained` takes it."""
+"""The sub-folder with the model, as `maskaq.from_pretrained` takes it."""
 METRICS_FILE = "metrics.json"
 LEADER = "leader"
-"""The lease of the process that leads a run, by which others see that somebody does."""
+"""The lease of the process that leads a run, which shows others that there is one."""
 TRAJECTORY_FILE = "images/round_{round:02}/trajectory.safetensors"
 """Snapshots of the optimisation of one image of a round."""
 
@@ -97,7 +98,7 @@ def dotted(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _check_identity(root: Path, old: dict[str, Any], new: dict[str, Any], update: Update) -> None:
-    """Raises, with every differing key, unless the run in the folder is the run asked for."""
+    """RunFolderError, with every differing key, unless the run in the folder is the run asked for."""
     old = json.loads(json.dumps(update(old, new)))
     new = json.loads(json.dumps(update(new, new)))
     if old == new:
@@ -128,7 +129,7 @@ def _digest_of_json(tree: Any) -> str:
 
 
 def _read_run(root: Path) -> dict[str, Any]:
-    """The content of run.json, checked to be of our format and as it was written."""
+    """The content of run.json, if it has our format and is as it was written."""
     path = own_path(root, "run.json")
     remedy = f"{RESTORE}, or start a new run with another --out"
     run = read_json(path, remedy)
@@ -171,7 +172,7 @@ def _lock(root: Path, patience: float = 0.0) -> BaseFileLock:
 
 
 def _check_ours(root: Path) -> None:
-    """Raises if root exists and is not a run folder; changes nothing in it."""
+    """RunFolderError if root exists and is not a run folder; changes nothing in it."""
     with explained(root):
         names = os.listdir(root) if root.is_dir() else ["a file"] if root.exists() else []
     if "run.json" not in names and not all(_LEFTOVERS.fullmatch(name) for name in names):
@@ -212,7 +213,7 @@ def _is_being_written(temp: Path, now: float) -> bool:
 
 
 def _start_or_resume(root: Path, asked: dict[str, Any], update: Update) -> dict[str, Any]:
-    """The content of run.json after a new run wrote it, or a continued one was found to be the same run."""
+    """The content of run.json: written for a new run, or checked to be of the same run."""
     path = root / "run.json"
     run = _read_run(root) if path.exists() else asked
     _check_format(root, run)
@@ -257,7 +258,7 @@ class Checkpoint:
     """State from which a run can be resumed."""
 
     epoch: int
-    """Epochs that are done."""
+    """Number of epochs done."""
     tensors: dict[str, Tensor]
     layout: str
     shards: dict[int, list[str]]
@@ -274,7 +275,7 @@ class Checkpoint:
 
 
 class RunFolder:
-    """One run's files. `open` it to work (a context manager, one process at a time) or `read` it to look."""
+    """The files of a run: `open` to lead it (a context manager, one process at a time), `join` or `read`."""
 
     leases: Leases
 
@@ -312,8 +313,8 @@ class RunFolder:
 
         Args:
             update: brings the identity of an older run up to date.
-            lease: seconds after which others do the work of this process when it is gone.
-            patience: seconds to wait for the lock, of a process that is about to end.
+            lease: seconds after which others take over the work of this process if it dies.
+            patience: seconds to wait for the lock of a process that is about to end.
         """
         root = Path(path)
         _check_ours(root)
@@ -354,7 +355,7 @@ class RunFolder:
 
     @staticmethod
     def check(path: str | Path, identity: Mapping[str, Any], update: Update = _unchanged) -> None:
-        """Raises what `open` would raise for a folder that does not belong to this run; changes nothing."""
+        """Raise what `open` would raise for a folder that does not belong to this run; changes nothing."""
         root = Path(path)
         _check_ours(root)
         if problem := unwritable(root / "run.json"):
@@ -366,7 +367,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: str | Path) -> "RunFolder":
-        """The folder for reading only, without lock; another process may be at work in it."""
+        """The folder for reading only, without a lock; another process may be working in it."""
         if not isinstance(path, str | Path):
             raise RunFolderError(f"expected the path of a run folder, got {path!r}")
         root = Path(path)
@@ -393,7 +394,7 @@ class RunFolder:
         self.close()
 
     def path(self, name: str) -> Path:
-        """Where the file called name is, or would be; RunFolderError if part of the path is a symbolic link."""
+        """The path of the file called name; RunFolderError if part of it is a symbolic link."""
         return own_path(self.root, name)
 
     @property
@@ -412,7 +413,7 @@ class RunFolder:
         return self.path(name)
 
     def write_json(self, name: str, obj: Any) -> None:
-        """Puts obj into the file called name, whole or not at all."""
+        """Put obj into the file called name, whole or not at all."""
         write_json_atomic(self._ours(name), obj)
 
     def read_json(self, name: str) -> Any:
@@ -426,7 +427,7 @@ class RunFolder:
     # ---- events
 
     def event(self, **fields: Any) -> None:
-        """Appends one line to events.jsonl, or to a file of this worker alone: the fields and the time (UTC)."""
+        """Append one line to events.jsonl, or to a file of this worker alone: the fields and the time (UTC)."""
         path = self._ours("events.jsonl" if self.leads else f"events/{writer()}.jsonl", joined=True)
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         line = (json.dumps({"time": now, **fields}, ensure_ascii=False) + "\n").encode()
@@ -439,7 +440,7 @@ class RunFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def events(self) -> list[dict[str, Any]]:
-        """All events, those of workers that joined first, without a last line being written or torn by a kill."""
+        """All events, first those of workers that joined, without a last line that is being written or was cut."""
         folder = self.path("events")
         names = sorted(os.listdir(folder)) if folder.is_dir() else []
         found = []
@@ -455,7 +456,7 @@ class RunFolder:
     # ---- shards of images
 
     def shards(self, round_index: int) -> list[int]:
-        """The numbers of the shards of a round that are there; `load_shard` says whether they are sound."""
+        """The numbers of the shards of a round that exist; `load_shard` checks whether they are sound."""
         folder = self.path(f"images/round_{round_index:02d}")
         found = [match for name in (os.listdir(folder) if folder.is_dir() else ()) if (match := _SHARD.fullmatch(name))]
         return sorted(int(match[1]) for match in found)
@@ -468,7 +469,7 @@ class RunFolder:
         return seal(tensors, {"shard": json.dumps(about, sort_keys=True)})
 
     def write_shard(self, round_index: int, shard: int, sealed: bytes, replace: bool = True) -> bool:
-        """Puts what `seal_shard` gave into its place; without `replace` a shard that is there stays, and wins."""
+        """Put what `seal_shard` gave into its place; without `replace` a shard that is there stays, and wins."""
         return write_bytes_atomic(self._ours(_shard_name(round_index, shard), joined=True), sealed, replace)
 
     def shard_sign(self, round_index: int, shard: int) -> tuple[int, ...] | None:
@@ -479,10 +480,10 @@ class RunFolder:
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
-    # ---- what is to be done, for workers that join
+    # ---- orders for workers that join
 
     def order(self, round_index: int) -> dict[str, Any] | None:
-        """What is asked of the workers of a round; None if the round has not begun."""
+        """The order for the workers of a round; None if the round has not begun."""
         path = self.path(_ORDER.format(round=round_index))
         if not path.exists():
             return None
@@ -497,12 +498,12 @@ class RunFolder:
         write_json_atomic(self._ours(_ORDER.format(round=round_index)), dict(order))
 
     def write_trajectory(self, round_index: int, images: Tensor, words: Mapping[str, str], replace: bool) -> None:
-        """Puts the snapshots of an image of a round into their place."""
+        """Put the snapshots of an image of a round into their place."""
         path = self._ours(TRAJECTORY_FILE.format(round=round_index), joined=True)
         write_bytes_atomic(path, seal({"images": images}, words), replace)
 
     def load_shard(self, round_index: int, shard: int) -> Shard:
-        """A shard, verified to the bit. RunFolderError if it is not there, DamagedError if it is not as written."""
+        """A shard, verified to the bit. RunFolderError if it is missing, DamagedError if it is not as written."""
         path = self.path(_shard_name(round_index, shard))
         data = read_bytes(path)
         tensors, metadata = unseal(data, path, RESTORE)
@@ -530,7 +531,7 @@ class RunFolder:
         return {int(match[1]): folder / match[0] for match in sorted(found, key=lambda match: int(match[1]))}
 
     def save_checkpoint(self, checkpoint: Checkpoint, keep: Sequence[int] = ()) -> Path:
-        """Saves a checkpoint and gives its file. Of the others, the one before and those of the epochs `keep` stay."""
+        """Save a checkpoint; returns its file. Of the others, the one before and those of the epochs `keep` stay."""
         earlier = [epoch for epoch in self.checkpoints() if epoch < checkpoint.epoch]
         path = self._ours(f"checkpoints/checkpoint_{checkpoint.epoch:06d}.safetensors")
         about = {
@@ -544,7 +545,7 @@ class RunFolder:
         return path
 
     def drop_checkpoints(self, keep: Sequence[int]) -> None:
-        """Deletes the checkpoints of all other epochs."""
+        """Delete the checkpoints of all other epochs."""
         for epoch, path in self.checkpoints().items():
             if epoch not in keep:
                 with explained(self._ours(f"checkpoints/{path.name}")):

@@ -1,4 +1,4 @@
-"""Quantized layers: subclasses that override only `forward`, built by `from_float`."""
+"""Quantized layers: subclasses of float layers that override `forward`, built by `from_float`."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from maskaq.models.products import Matmul
 
 
 class QuantWeightMixin:
-    """A layer with a quantized weight, which can be cached while weights are constant (synthesis, evaluation)."""
+    """A layer whose quantized weight can be held while weights are constant (synthesis, evaluation)."""
 
     weight: Tensor
     weight_quantizer: nn.Module

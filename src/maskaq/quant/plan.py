@@ -1,6 +1,6 @@
 """The quantization plan: a list of every tensor that is quantized, with its bits and quantizer.
 
-A plan is built from a recipe: its bits and quantizers hold for every site, then its rules are applied in order, and the
+A plan is built from a recipe: its bits and quantizers apply to every site, then its rules are applied in order, and the
 last rule that matches a site wins. The student, its ranges, the saved model, exports and reports follow the plan.
 """
 
@@ -23,12 +23,12 @@ from maskaq.recipe.schema import Bits, Quantization, Rule
 from maskaq.storage.files import misfit
 
 _LATER = frozenset({"rotation", "heads", "symmetric"})
-"""Settings of a site that came after the first plans were written, which are as if they were not set."""
+"""Settings of a site that older plans do not have. They are not written while they have no value."""
 
 
 @dataclass(frozen=True)
 class QuantPlan:
-    """Site name -> site, in the model's order. A tensor that has no site stays in float."""
+    """Site name -> site, in the model's order. A tensor without a site stays in float."""
 
     sites: Mapping[str, Site] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class QuantPlan:
         return QuantPlan({name: replace(site, range=method) for name, site in self.sites.items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Site name -> its settings, in JSON's own types; without those that came later where they are not set."""
+        """Site name -> its settings, as JSON types; without those of `_LATER` that have no value."""
         return {s.name: {k: v for k, v in asdict(s).items() if k != "name" and (v or k not in _LATER)} for s in self}
 
     @classmethod
@@ -67,7 +67,7 @@ class QuantPlan:
 
 
 def plan_of(model: nn.Module) -> QuantPlan | None:
-    """The plan that a student or a deployed model was built from; None where a saved model of 0.1 does not tell it."""
+    """The plan that a student or a deployed model was built from; None for a saved model of 0.1, which has none."""
     found: dict[str, Site] = {}
     for name, module in model.named_modules():
         kind = kind_of(module)
@@ -119,9 +119,9 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
 
 
 def _for_target(site: Site, target: str) -> Site:
-    """`openvino`: the signed operands of attention's products are symmetric; `symmetric`: all that is signed.
+    """The site for a target. `openvino`: signed operands of attention products are symmetric; `symmetric`: all signed.
 
-    Codes of what is never negative, such as the softmax, start at 0: 7 bits of them are int8 without a zero point.
+    Codes of values that are never negative, such as the softmax, start at 0: 7-bit codes are int8 without a zero point.
     """
     if not site.signed:
         return replace(site, bits=min(site.bits, 7)) if target == "symmetric" else site
@@ -131,7 +131,7 @@ def _for_target(site: Site, target: str) -> Site:
 def with_own_mlps(
     teacher: nn.Module, scheme: Quantization, plan: QuantPlan | None
 ) -> tuple[Quantization, QuantPlan | None]:
-    """Scheme and plan of a student with the teacher's own MLPs: what baselines are, whatever a method puts there."""
+    """Scheme and plan of a student with the teacher's own MLPs, as in baselines, whichever MLPs the method uses."""
     if scheme.mlp == "same":
         return scheme, plan
     own = replace(scheme, mlp="same")
@@ -159,7 +159,11 @@ def has_own_bits(teacher: nn.Module, scheme: Quantization, name: str) -> bool:
 
 
 def _ruled(sites: dict[str, Site], rules: Iterable[Rule], heads: Mapping[str, int]) -> dict[str, Site]:
-    """The sites after all rules; heads: how many each attention has."""
+    """The sites after all rules.
+
+    Args:
+        heads: attention -> its number of heads.
+    """
     in_float: set[str] = set()
     for rule in rules:
         matched = [name for name in sites if fnmatchcase(name, rule.match)]

@@ -1,9 +1,9 @@
-"""Quantizers: small modules that own a range. A new one is one class and one name.
+"""Quantizers: small modules that own a range. To add one, write a class and give it a name.
 
     @quantizer("mine")
     class Mine(Quantizer): ...
 
-A quantizer refuses to run until its range was set by `set_range` or loaded from a state dict.
+A quantizer refuses to run until its range has been set by `set_range` or loaded from a state dict.
 """
 
 import math
@@ -20,11 +20,11 @@ from maskaq.quant.site import Role, Site
 
 QUANTIZERS: dict[str, type["Quantizer"]] = {}
 
-_OBSERVED = 1 << 14  # values kept of one observed tensor: enough for a range, small enough to search it fast
+_OBSERVED = 1 << 14  # values kept of an observed tensor: enough for a range, few enough for a fast search
 
 
 class Quantizer(nn.Module):
-    """Base: a uniform grid with a scale and, for signed activations, an integer zero point.
+    """Base class: a uniform grid with a scale and, for signed activations, an integer zero point.
 
     Weights are symmetric on signed codes. Activations use unsigned codes, with a zero point where they can be negative;
     at a symmetric site that is the middle code.
@@ -32,7 +32,7 @@ class Quantizer(nn.Module):
 
     roles: ClassVar[tuple[Role, ...]] = ("weight", "activation")
     derived: ClassVar[tuple[str, ...]] = ()
-    """Buffers that every forward pass recomputes, which are not part of a student's state."""
+    """Buffers that every forward pass recomputes; they are not part of a student's state."""
     scale: Tensor
     zero_point: Tensor
 
@@ -55,7 +55,7 @@ class Quantizer(nn.Module):
         self.share = 1.0
         """Share of the batch in this micro-batch; keeps the LSQ gradient scale constant."""
         self.drop = 0.0
-        """Probability that a value is left in float (QDrop); 1: all are."""
+        """Probability that a value is left in float (QDrop); 1: all values."""
         self.drop_key: Tensor | None = None
         """(1,) the random key that decides which values."""
 
@@ -88,7 +88,7 @@ class Quantizer(nn.Module):
     def set_range(
         self, values: Tensor, method: str, percentile: float = 1.0, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose scale and zero point for these values with a named method of `maskaq.quant.ranges`; (C,) its ends."""
+        """Set scale and zero point for these values by a method of `maskaq.quant.ranges`; returns (C,) low and high."""
         of_values = None if weights is None else self._rows(weights)
         low, high = ranges.RANGES[method](self._rows(values), self.site.bits, self.symmetric, percentile, of_values)
         if self.symmetric:
@@ -122,7 +122,7 @@ class Quantizer(nn.Module):
         self.set_range(values, self.site.range, percentile, *weights)
 
     def sample(self, x: Tensor, most: int, *others: Tensor) -> Tensor:
-        """About `most` values of an activation: (M,), or (heads, 1, M); with `others` as well: (1 + others, ...)."""
+        """About `most` values of an activation: (M,) or (heads, 1, M); with `others`: (1 + others, ...)."""
         if not self.site.heads:
             return ranges.sample(x, most, *others)
         heads = zip(*(tensor.movedim(-3, 0) for tensor in (x, *others)), strict=True)
@@ -141,11 +141,11 @@ class Quantizer(nn.Module):
         return scale.reshape(shape), zero_point.reshape(shape)
 
     def step(self, values: int) -> tuple[Tensor, Tensor]:
-        """The (C,) scale and zero point for a tensor of so many values."""
+        """The (C,) scale and zero point for a tensor of this many values."""
         return self._step(round(values / len(self.scale) / self.share))
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
-        """The (C,) scale and integer zero point in use; learned ones pass their gradient on from here."""
+        """The (C,) scale and integer zero point in use, with gradients if they are learned."""
         return self.scale, self.zero_point
 
     def _check_ready(self) -> None:
@@ -164,7 +164,7 @@ class Quantizer(nn.Module):
 
 
 def quantizer(name: str) -> Callable[[type[Quantizer]], type[Quantizer]]:
-    """Class decorator: make a quantizer known under a recipe name."""
+    """Class decorator that registers a quantizer under a recipe name."""
 
     def register(cls: type[Quantizer]) -> type[Quantizer]:
         if name in QUANTIZERS:
@@ -243,16 +243,16 @@ class MinMax(Static):
         self.scale.copy_(self._symmetric_scale(bound))
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
-        return self.scale.clone(), self.zero_point  # the next forward writes the buffer before this one's backward
+        return self.scale.clone(), self.zero_point  # the next forward overwrites the buffer before this backward
 
 
 @quantizer("minmax_full")
 class MinMaxFull(MinMax):
-    """As `minmax`, but no weight lies on a tie between two codes, and every weight has a gradient.
+    """As `minmax`, but no weight lies half way between two codes, and every weight has a gradient.
 
-    The largest magnitude is (2^b - 1) / 2 steps: half way between two codes, so that the last bit of a float would
-    decide, and differently on another device. Here the step is a little smaller: the code is always the outer one. As
-    the range follows the weights, none is ever outside it, and gradients pass straight through to all.
+    With `minmax` the largest magnitude is (2^b - 1) / 2 steps, half way between two codes: the last bit of a float
+    decides, and may differ on another device. Here the step is slightly smaller, so that the code is always the outer
+    one. Because the range follows the weights, none is outside it, and gradients pass straight through to all.
     """
 
     def fake_quantize(self, x: Tensor) -> Tensor:
@@ -260,12 +260,12 @@ class MinMaxFull(MinMax):
 
     def _follow(self, x: Tensor) -> None:
         super()._follow(x)
-        self.scale.mul_(1 - 2e-6)  # some units in the last place of a code
+        self.scale.mul_(1 - 2e-6)  # more than the rounding error of a division by the scale
 
 
 @quantizer("lsq_free")
 class LSQFree(LSQ):
-    """As `lsq`, but the zero point's gradient is not scaled, as in the paper's release: it moves far more."""
+    """As `lsq`, but the zero point's gradient is not scaled, as in the paper's release, so that it moves far more."""
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
         scale, _ = super()._step(values_per_range)
@@ -277,8 +277,8 @@ class LSQFree(LSQ):
 class Log(LSQ):
     """A logarithmic grid for the softmax, with integer levels and a learned scale.
 
-    Levels are integers from 0 to 255 in equal ratios. Least squared error chooses them with the first range; then they
-    stay. The parameter is LSQ's step for the same range, and not that of the levels, so that both learn at one rate.
+    Levels are integers from 0 to 255 in equal ratios. They are chosen by least squared error with the first range and
+    stay fixed. The learned parameter is the step that LSQ has for the same range, so that both learn at the same rate.
     """
 
     roles = ("activation",)
@@ -311,6 +311,6 @@ class Log(LSQ):
         return torch.zeros_like(tops), tops
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
-        """The scale of the levels, of which the largest is 255 and not the largest code."""
+        """The scale of the levels: the largest level is 255, not the largest code."""
         scale, zero_point = super()._step(values_per_range)
         return scale * (self.high / grid.LARGEST_LEVEL), zero_point

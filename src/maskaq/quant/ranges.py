@@ -1,6 +1,6 @@
-"""Ways to choose the range a quantizer covers, from values it will see. Each: (C, M) values -> (C,) low, (C,) high.
+"""Methods that choose a quantizer's range from values that it will see: (C, M) values -> (C,) low, (C,) high.
 
-(C, M) weights say how much the error of each value counts; None: all the same.
+Optional (C, M) weights say how much the error of each value counts; by default all count the same.
 """
 
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maskaq.quant.grid import LARGEST_LEVEL, code_range, fake_quantize, log_fake_quantize, log_levels
 
-_SMALLEST_STEP = 1e-12  # of a tensor of zeros: below any value that counts, and far from underflow
+_SMALLEST_STEP = 1e-12  # for a tensor of zeros: below any relevant value, and far from underflow
 
 
 def affine(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -32,13 +32,13 @@ def symmetric(bound: Tensor, bits: int, narrow: bool = False) -> Tensor:
 
 
 def sample(x: Tensor, most: int, *others: Tensor) -> Tensor:
-    """At most about `most` values of x, evenly spread over every axis, always with its smallest and its largest.
+    """About `most` values of x at most, evenly spread over every axis, always with the smallest and the largest.
 
-    A stride that shares a factor with an axis would see only some of its channels. (Just above `most`, a number of
-    values with many small factors may need a stride that keeps a tenth of them.)
+    A stride that shares a factor with the size of an axis would see only some of its channels. (If the number of values
+    is just above `most` and has many small factors, the stride may keep only a tenth of them.)
 
     Args:
-        others: tensors of the same shape. Their values at the same places come with those of x: (1 + others, M).
+        others: tensors of the same shape, whose values at the same positions are returned too: (1 + others, M).
     """
     tensors = [tensor.flatten() for tensor in (x, *others)]
     flat = tensors[0]
@@ -52,7 +52,7 @@ def sample(x: Tensor, most: int, *others: Tensor) -> Tensor:
 
 
 def importance(x: Tensor, axis: int) -> Tensor:
-    """The weight of each value that makes errors relative: one over the mean square of its vector along an axis."""
+    """Weights that make errors relative: for each value, one over the mean square of its vector along an axis."""
     power = x.square().mean(dim=axis, keepdim=True)
     return (1 / power.clamp(min=1e-6 * power.mean()).clamp(min=_SMALLEST_STEP)).expand_as(x)
 
@@ -67,7 +67,7 @@ def minmax(
 def percentile(
     values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The range that leaves out the outer (1 - percentile) of the values, half of it at each end."""
+    """The range without the outermost (1 - percentile) of the values, half of them at each end."""
     return _tails(values, (1 - percentile) / 2)
 
 
@@ -76,8 +76,9 @@ def mse(
 ) -> tuple[Tensor, Tensor]:
     """The range with the least squared quantization error.
 
-    A range that is not symmetric is searched from its largest extent: both ends shrunk together, down to a thousandth
-    (one value in a million may be a hundred times the others), then each end in turn, in finer and finer steps.
+    The search for an asymmetric range starts from its full extent. First both ends shrink together, down to a
+    thousandth (one value in a million may be a hundred times larger than the others), then each end in turn, in finer
+    steps.
     """
     if is_symmetric:
         shrinks = torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, 1)
@@ -98,7 +99,7 @@ def mse(
 def best_percentile(
     values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Of three percentiles at both ends, the one of least squared error (RepQ-ViT)."""
+    """The percentile of three, applied at both ends, with the least squared error (RepQ-ViT)."""
     ends = [_tails(values, 1 - share) for share in (0.999, 0.9999, 0.99999)]
     lows, highs = (torch.stack(found) for found in zip(*ends, strict=True))  # (S, C)
     if is_symmetric:
@@ -108,7 +109,7 @@ def best_percentile(
 
 
 def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The values that a share lies below, and above."""
+    """The values below which, and above which, this share of the values lies."""
     ordered = values.sort(dim=1).values
     cut = round(share * (ordered.shape[1] - 1))
     return ordered[:, cut], ordered[:, -1 - cut]
@@ -117,12 +118,12 @@ def _tails(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
 def lsq(
     values: Tensor, bits: int, is_symmetric: bool, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The step 2 mean|v| / sqrt(Q_p) that LSQ starts from, around zero, or from it where no value is negative."""
+    """The range of LSQ's initial step 2 mean|v| / sqrt(Q_p): around zero, or from zero if no value is negative."""
     signed = is_symmetric or bool((values < 0).any())
     low, high = code_range(bits, signed)
     step = 2 * values.abs().mean(dim=1) / math.sqrt(high)
     if is_symmetric:
-        bound = step * (high - low) / 2  # `symmetric` divides by as much
+        bound = step * (high - low) / 2  # `symmetric` divides by the same number
         return -bound, bound
     return step * low, step * high
 
@@ -140,7 +141,7 @@ RANGES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 def _least_error(
     values: Tensor, weights: Tensor | None, bits: int, lows: Tensor, highs: Tensor, is_symmetric: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Of (S, C) candidate ranges, the best of each channel."""
+    """The best of (S, C) candidate ranges for each channel."""
     if is_symmetric:
         scales = symmetric(highs, bits)
         zero_points = torch.zeros_like(highs)
@@ -159,7 +160,7 @@ def _least_error(
 
 
 def _candidates_at_once(values: Tensor) -> int:
-    """How many candidates to try in one pass: on a CPU as many as its cache holds."""
+    """How many candidates to try in one pass; on a CPU as many as fit its cache."""
     numbers = 1 << 18 if values.device.type == "cpu" else 1 << 24
     return max(1, numbers // values.numel())
 
@@ -168,16 +169,16 @@ def _mean_square(error: Tensor, weights: Tensor | None) -> Tensor:
     return (error.square() if weights is None else error.square() * weights).mean(dim=-1)
 
 
-OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest level there is
+OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the smallest positive level
 
 
 def log_grid(
     values: Tensor, bits: int, method: str, percentile: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Levels of a logarithmic grid, and (C,) the value of the largest for each row of (C, M) values.
+    """Levels of a logarithmic grid, and the (C,) value of the largest level for each row of (C, M) values.
 
-    `mse` and `relative` look for the largest value as they do for a uniform grid, other methods give it; the levels
-    are those of least squared error, the same for all rows.
+    `mse` and `relative` search the largest value; with other methods it is the upper end of their range. The levels are
+    those of least squared error, the same for all rows.
     """
     if RANGES[method] is mse:
         tops = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)

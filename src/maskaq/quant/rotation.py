@@ -1,15 +1,15 @@
-"""Rotate a model's channels before they are quantized: the same outputs, and values that fill their grids better.
+"""Rotate a model's channels before they are quantized: the outputs stay the same, and values use their grids better.
 
-A few channels of a transformer are far larger than the others and set the range of the whole tensor. An orthogonal
-matrix M spreads them: W x = (W M^T)(M x). Three places (`quantization.rotate`):
+A few channels of a transformer are far larger than the others and determine the range of the whole tensor. An
+orthogonal matrix M spreads them: W x = (W M^T)(M x). `quantization.rotate` selects from three places:
 
-    heads       q and k, and v and what `proj` reads, inside each head; in the weights, at no cost
-    residual    the residual stream, so what every norm gives to the next layer; in the weights, at no cost
-    hidden      what the second layer of an MLP reads; online, in blocks of at most 32 channels, in the student alone
+    heads       q, k, v and the input of `proj`, inside each head; folded into the weights, at no cost
+    residual    the residual stream, and so the input of every layer behind a norm; folded into the weights, at no cost
+    hidden      the input of the second layer of an MLP; online, in blocks of at most 32 channels, in the student alone
 
-The matrices are fixed and never learned. Teacher and student have the same heads and the same residual stream, so that
-all that compares them compares them in one basis. Inside an MLP nothing is compared: the teacher, which has no grid
-there, is spared the online rotation.
+The matrices are fixed and never learned. Teacher and student have the same rotated heads and residual stream, so they
+are always compared in one basis. Nothing is compared inside an MLP, and the teacher has no grid there, so it does
+without the online rotation.
 """
 
 import copy
@@ -30,28 +30,28 @@ from maskaq.randomness import image_keys, uniform
 from maskaq.recipe.schema import ROTATIONS, Quantization
 
 BLOCK = 32
-"""Channels that an online rotation mixes at most: larger blocks gain little and cost as much more."""
+"""Most channels that an online rotation mixes: larger blocks gain little, and their cost grows with their size."""
 
 
 @dataclass(frozen=True)
 class Rotated:
-    """What was done to a model."""
+    """The rotations of a model."""
 
     names: tuple[str, ...] = ()
-    """What was asked for."""
+    """Those that were asked for."""
     sites: Mapping[str, str] = field(default_factory=dict)
-    """Site name -> the rotation that its values went through."""
+    """Site name -> the rotation of its values."""
     left_out: tuple[str, ...] = ()
-    """What the model's structure forbids, and why."""
+    """What the model's structure does not allow, and why."""
     online: Mapping[str, int] = field(default_factory=dict)
-    """MLP -> channels of a block: rotations that `rotate_online_` is still to put in."""
+    """MLP -> channels of a block: rotations that `rotate_online_` has yet to insert."""
     added: tuple[str, ...] = ()
-    """Keys of the state dict that the model had not before."""
+    """New keys of the state dict."""
     moved: Mapping[str, str] = field(default_factory=dict)
-    """Beginning of a key of the state dict -> what it was before."""
+    """New prefix of keys of the state dict -> the prefix before."""
 
     def original_keys(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A state dict by the keys that the model had before; without what was added."""
+        """A state dict with the keys of the model before rotation, without the new ones."""
         kept = {key: value for key, value in state.items() if key not in self.added}
         for now, before in self.moved.items():
             kept = {before + key.removeprefix(now) if key.startswith(now) else key: v for key, v in kept.items()}
@@ -59,7 +59,7 @@ class Rotated:
 
 
 class Rotation(nn.Module):
-    """M x for every block of as many channels as M has."""
+    """M x for every block of channels of the size of M."""
 
     matrix: Tensor
 
@@ -81,20 +81,20 @@ def teacher_of(model: nn.Module, scheme: Quantization, task: str | None = None) 
 
 
 def rotated(model: nn.Module) -> Rotated:
-    """What was rotated in a model, a teacher, student or deployed."""
+    """The rotations of a teacher, a student or a deployed model."""
     found = getattr(model, "_maskaq_rotated", None)
     return found if isinstance(found, Rotated) else Rotated()
 
 
 @torch.no_grad()
 def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Module:
-    """A rotated copy of an exposed model: the same outputs. The model itself if there is nothing to do.
+    """A rotated copy of an exposed model, with the same outputs; the model itself if there is nothing to do.
 
-    Rotations of `hidden` are noted, and are put in by `rotate_online_`.
+    Rotations of `hidden` are only recorded; `rotate_online_` inserts them.
 
     Args:
-        names: out of `ROTATIONS`.
-        blank: only put in what a rotated model has more, and leave the weights: others will be loaded.
+        names: some of `ROTATIONS`.
+        blank: only insert the additional modules and leave the weights as they are, because others will be loaded.
     """
     asked = tuple(names)
     for name in asked:
@@ -120,7 +120,7 @@ def rotate(model: nn.Module, names: Iterable[str], blank: bool = False) -> nn.Mo
 
 @torch.no_grad()
 def rotate_online_(model: nn.Module, blank: bool = False) -> nn.Module:
-    """Put the online rotations into a rotated model, in place: M in front of fc2, which undoes it."""
+    """Insert the online rotations into a rotated model, in place: M in front of fc2, which undoes it."""
     found = rotated(model)
     if not found.online:
         return model
@@ -150,7 +150,7 @@ def _untied(model: nn.Module) -> nn.Module:
 
 
 def _check_equal(model: nn.Module, turned: nn.Module) -> None:
-    """ModelError if rotation changed what a model computes: then its structure is not what the code takes it for."""
+    """ModelError if rotation changed the outputs: then the model's structure is not what this code assumes."""
     image = probe_image(model, geometry(model).channels, geometry(model).image_size)
     if image.is_meta:
         return
@@ -164,7 +164,7 @@ def _check_equal(model: nn.Module, turned: nn.Module) -> None:
 
 
 def hadamard(size: int) -> Tensor:
-    """Sylvester's matrix of a power of two, with rows of length 1: every entry is as large as the others.
+    """Sylvester's matrix, for a power of two, with rows of length 1: all entries have the same magnitude.
 
     >>> hadamard(2) * 2**0.5
     tensor([[ 1.,  1.],
@@ -179,8 +179,8 @@ def hadamard(size: int) -> Tensor:
 def mean_keeping(size: int) -> Tensor:
     """An orthogonal matrix R with R 1 = 1 that mixes all channels: LayerNorm(R x) = R LayerNorm(x), exactly.
 
-    R = C^T S C, with C the discrete cosine transform, whose first row is constant, and S signs: fixed random ones, and
-    + for the first. R keeps the mean of x and its distance from the mean, which is all that a norm divides by.
+    R = C^T S C, where C is the discrete cosine transform, whose first row is constant, and S are fixed random signs,
+    the first of them +. R preserves the mean of x and its distance from the mean, which is all that a norm divides by.
     """
     k, n = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
     cosine = torch.cos(math.pi * k * (2 * n + 1) / (2 * size)) * math.sqrt(2 / size)
@@ -206,7 +206,7 @@ class _Rotator:
         self.moved: dict[str, str] = {}
 
     def heads(self) -> None:
-        """q' = M q and k' = M k have the products of q and k; proj undoes v' = M v. All heads of a layer have one M."""
+        """q' = M q and k' = M k have the products of q and k; proj undoes v' = M v. All heads of a layer share M."""
         reasons: dict[str, list[str]] = {}
         for name in (layer.attention for layer in geometry(self.model).layers):
             attention: Any = self.model.get_submodule(name)
@@ -229,9 +229,9 @@ class _Rotator:
         self.left_out += [f"{reason} ({names[0]}, {len(names)} in all)" for reason, names in reasons.items() if names]
 
     def residual(self) -> None:
-        """Every stream x becomes R x: what writes to it is multiplied by R, what reads from it by R^T.
+        """Every stream x becomes R x: layers that write to it are multiplied by R, layers that read it by R^T.
 
-        A norm's own scale and shift do not commute with R, so they go into the layers that read it.
+        A norm's own scale and shift do not commute with R, so they are folded into the layers that read it.
         """
         streams = streams_of(self.model)
         if isinstance(streams, str):
@@ -269,7 +269,7 @@ class _Rotator:
             self._append(stream.entry, Rotation(matrix))
 
     def hidden(self) -> None:
-        """Note how the input of every fc2 is to be rotated."""
+        """Record how the input of every fc2 is to be rotated."""
         for name in mlps(self.model):
             mlp: Any = self.model.get_submodule(name)
             width = mlp.fc2.in_features
@@ -296,7 +296,7 @@ class _Rotator:
             self.added.append(f"{name}.bias")
 
     def _append(self, name: str, rotation: Rotation) -> None:
-        """Let what a module gives be rotated; the modules here are norms, or Identities in the place of one."""
+        """Rotate the output of a module, which is a norm or an Identity in place of one."""
         module, where = self.model.get_submodule(name), name
         rotation.to(next(self.model.parameters()).device)
         if not is_absent(module):
@@ -309,7 +309,7 @@ class _Rotator:
 
 
 def _columns(weight: Tensor, matrix: Tensor) -> Tensor:
-    """W M^T, for every block of as many columns as M has."""
+    """W M^T, for every block of columns of the size of M."""
     return weight.unflatten(1, (-1, len(matrix))) @ matrix.T
 
 
@@ -323,12 +323,12 @@ def _scaled_rows(weight: Tensor, factors: Tensor) -> Tensor:
 
 
 def _rows_of_heads(weight: Tensor, matrices: Tensor) -> Tensor:
-    """M W, of the weight or the bias of q, k and v: a matrix for each of the three, the same for all heads."""
+    """M W, for the weight or the bias of q, k and v: one matrix for each of the three, the same for all heads."""
     found: Tensor = torch.einsum("kde,khe...->khd...", matrices, weight.unflatten(0, (3, -1, matrices.shape[1])))
     return found
 
 
 def _obstacle(attention: Any, *names: str) -> str:
-    """Why values cannot be rotated in front of these modules; empty if none of them is there."""
+    """Why values cannot be rotated in front of these modules; empty if the attention has none of them."""
     there = [name for name in names if not is_absent(getattr(attention, name, None))]
     return f"{there[0]} works channel by channel" if there else ""

@@ -3,21 +3,24 @@
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation
 from maskaq.errors import DataError, DeviceError, ModelError
 
+if TYPE_CHECKING:
+    from maskaq.artifact.export.runtimes import Products, Speed
+
 SUMMARY = "how fast exported files (.onnx, .xml, .pte) run on this CPU, beside float32 and other tools' quantizers"
 RESUMABLE = False
-_CALIBRATED_ON = 128  # images that other tools are given
+_CALIBRATED_ON = 128  # images given to other tools
 _VERIFIED_ON = 8
-_MOST_THREADS = 8  # of each core, that a measurement makes sense with
+_MOST_THREADS = 8  # per core, for a sensible measurement
 
 
 @dataclass(frozen=True)
@@ -61,50 +64,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
-    import torch  # they bring timm too, and what the formats need
-
-    from maskaq.artifact.export import runtimes
+    from maskaq.artifact.export import runtimes  # they import torch, timm and the libraries of the formats
     from maskaq.artifact.export.onnx import export_float
     from maskaq.cli import console as draw
-    from maskaq.cli.evaluation import Accuracy, evaluate, evaluation_images
-    from maskaq.cli.figures import write_figures
+    from maskaq.cli.evaluation import evaluation_images
     from maskaq.models.load import rebuild
-    from maskaq.runs.opened import metrics
 
     if arguments.real and not arguments.peers:
         raise DataError("--real is for --peers, whose quantizers it feeds; to evaluate on real images: --data")
     if arguments.peers:
         _run_peers(arguments, invocation)
         return
-    names = arguments.files
-    threads = arguments.threads
-    repeats = arguments.repeats
-    console = invocation.console
+    names, threads, repeats = arguments.files, arguments.threads, arguments.repeats
     architecture = _shared_architecture(names)
     _check_threads(threads)
     model: Any = rebuild(architecture)
     model.num_classes = runtimes.metadata_of(names[0]).get("classes", model.num_classes)  # 0: it gives features
     batches = evaluation_images(arguments.data)
     loader = batches(model) if batches else None
-    with tempfile.TemporaryDirectory() as folder, draw.progress_for(console) as progress:
+    with tempfile.TemporaryDirectory() as folder, draw.progress_for(invocation.console) as progress:
         float32 = export_float(model, Path(folder) / "float32.onnx")
         at = ", ".join(map(str, arguments.batch))
         progress.note(f"{len(names) + 1} files, {repeats} repeats at batch {at}")
         paths = {"float32": float32} | {file: Path(file) for file in names}
         speeds = list(runtimes.bench_files(paths, batches=arguments.batch, threads=threads, repeats=repeats))
-    console.print(draw.speed_table(speeds, f"the CPU, threads: {threads}"))
     counts = {file: count for file in names if (count := runtimes.products(file)) is not None}
-    for file, count in counts.items():
+    models = ((file, runtimes.runnable(file, threads)) for file in names)
+    _show(arguments, invocation, speeds, models, loader, counts)
+
+
+def _show(
+    arguments: Arguments,
+    invocation: Invocation,
+    speeds: Sequence["Speed"],
+    models: Iterable[tuple[str, Any]],
+    loader: Any,
+    counts: Mapping[str, "Products"] | None = None,
+) -> None:
+    """Print speeds, kinds of products and, with evaluation images, accuracies of the models; write them to --json."""
+    import torch
+
+    from maskaq.artifact.export import runtimes
+    from maskaq.cli import console as draw
+    from maskaq.cli.evaluation import Accuracy, evaluate
+    from maskaq.cli.figures import write_figures
+    from maskaq.runs.opened import metrics
+
+    console = invocation.console
+    console.print(draw.speed_table(speeds, f"the CPU, threads: {arguments.threads}"))
+    for file, count in (counts or {}).items():
         console.print(f"{file}: {count} ({runtimes.runtime_of(file)})")
     accuracy: Accuracy = {}
     if loader:
-        accuracy = {file: evaluate(runtimes.runnable(file, threads), loader) for file in names}
+        accuracy = {name: evaluate(model, loader) for name, model in models}
         console.print(draw.accuracy_table(accuracy, f"on {arguments.data.data}"))
     if arguments.json:
-        figures: dict[str, Any] = {
-            "speeds": [speed.to_dict() for speed in speeds],
-            "products": {file: asdict(count) for file, count in counts.items()},
-        }
+        figures: dict[str, Any] = {"speeds": [speed.to_dict() for speed in speeds]}
+        if counts is not None:
+            figures["products"] = {file: asdict(count) for file, count in counts.items()}
         figures |= metrics(accuracy, str(arguments.data.data)) if accuracy else {}
         write_figures(arguments.json, figures, invocation, torch.device("cpu"))
 
@@ -115,21 +132,18 @@ def _check_threads(threads: int) -> None:
 
 
 def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
-    """The run's model in ONNX Runtime and OpenVINO, beside what other tools make of the same full-precision model."""
-    import torch
-
+    """The run's model in ONNX Runtime and OpenVINO, beside other tools' versions of the same full-precision model."""
     from maskaq.artifact.export import export, runtimes
     from maskaq.artifact.export.onnx import export_float
     from maskaq.artifact.export.peers import available, make_peers
     from maskaq.cli import console as draw
-    from maskaq.cli.evaluation import Accuracy, evaluate, evaluation_images
-    from maskaq.cli.figures import write_figures
+    from maskaq.cli.evaluation import evaluation_images
     from maskaq.images.sets import folder_tensor, to_pixels
     from maskaq.models import geometry
-    from maskaq.runs.opened import metrics, open_run
+    from maskaq.runs.opened import open_run
     from maskaq.storage.runfolder import is_run
 
-    console, threads = invocation.console, arguments.threads
+    threads = arguments.threads
     _check_threads(threads)
     if len(arguments.files) != 1 or not is_run(arguments.files[0]):
         raise ModelError("--peers expects one run folder: its full-precision model and images are needed")
@@ -143,7 +157,7 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
     sets = {"": spec.normalise(to_pixels(opened.images().images[:_CALIBRATED_ON]))}
     if arguments.real:
         sets["real images"] = folder_tensor(arguments.real, plain, _CALIBRATED_ON, arguments.data.crop_pct)
-    with tempfile.TemporaryDirectory() as folder, draw.progress_for(console) as progress:
+    with tempfile.TemporaryDirectory() as folder, draw.progress_for(invocation.console) as progress:
         place = Path(folder)
         files = {"float32": export_float(plain, place / "float32.onnx")}
         own = f"maskaq {opened.recipe.quantization.bits}"
@@ -159,16 +173,8 @@ def _run_peers(arguments: Arguments, invocation: Invocation) -> None:
         candidates.sort(key=lambda candidate: candidate.runtime != "onnxruntime")  # the first stays the first
         options = {"batches": arguments.batch, "threads": threads, "repeats": arguments.repeats}
         speeds = list(runtimes.bench(candidates, (spec.channels, *spec.image_size), **options))  # type: ignore[arg-type]
-        console.print(draw.speed_table(speeds, f"the CPU, threads: {threads}"))
-        accuracy: Accuracy = {}
-        if loader:
-            models = {c.name: runtimes.RunModel(c.load(threads), plain.num_classes) for c in candidates}
-            accuracy = {name: evaluate(model, loader) for name, model in models.items()}
-            console.print(draw.accuracy_table(accuracy, f"on {arguments.data.data}"))
-    if arguments.json:
-        figures: dict[str, Any] = {"speeds": [speed.to_dict() for speed in speeds]}
-        figures |= metrics(accuracy, str(arguments.data.data)) if accuracy else {}
-        write_figures(arguments.json, figures, invocation, torch.device("cpu"))
+        models = ((c.name, runtimes.RunModel(c.load(threads), plain.num_classes)) for c in candidates)
+        _show(arguments, invocation, speeds, models, loader)
 
 
 def _shared_architecture(files: Sequence[str]) -> dict[str, Any]:
@@ -183,5 +189,5 @@ def _shared_architecture(files: Sequence[str]) -> dict[str, Any]:
         other = metadata_of(file)
         if other.get("architecture") != notes["architecture"]:
             named = " and ".join(f"{f} ({n.get('model')})" for f, n in ((first, notes), (file, other)))
-            raise ModelError(f"{named} are of two models: their speeds are not to be compared; measure each by itself")
+            raise ModelError(f"{named} are of two models, whose speeds cannot be compared: measure each by itself")
     return notes["architecture"]

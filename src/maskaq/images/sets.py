@@ -23,7 +23,7 @@ from maskaq.tasks import task_of
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """Synthetic images as 8-bit pixels, like real ones: what is stored is what is used."""
+    """Synthetic images as 8-bit pixels, like real ones; calibration uses what is stored."""
 
     images: Tensor
     """(n, C, H, W) uint8."""
@@ -52,13 +52,13 @@ class SyntheticSet:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Snapshots of one image's optimisation, from its start."""
+    """Snapshots of an image during its optimisation."""
 
     number: int
     images: Tensor
     """(snapshots, C, H, W) uint8."""
     steps: list[int]
-    """Number of steps done at each snapshot."""
+    """Number of steps before each snapshot."""
 
 
 def to_pixels(images: Tensor) -> Tensor:

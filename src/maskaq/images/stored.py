@@ -1,9 +1,9 @@
-"""The images of a run in its folder: read if they are there, made if they are not, made again if they were lost.
+"""The images of a run in its folder: read if they exist, otherwise made, and made again if they were lost.
 
-A shard that calibration has used can be lost (deleted, cut, a bit flipped, swapped) and must not change the result. So
-every checkpoint holds the digests of the shards it was calibrated on, and the student that a round's images were made
-against is kept until the run ends. A lost shard is made again from that student, and taken only if it is the same to
-the bit. Where that cannot be, the run stops.
+If a shard that calibration has used is lost (deleted, truncated, swapped, a flipped bit), the result must not change.
+So every checkpoint holds the digests of the shards it was calibrated on, and the student that a round's images were
+made against is kept until the run ends. A lost shard is made again from that student, and accepted only if it is the
+same to the bit. If that is not possible, the run stops.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from maskaq.recipe.schema import Recipe, recipe_from_dict
 from maskaq.storage import files
 from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder, Shard
 
-_SECONDS_BETWEEN_LOOKS = 0.5  # at what other workers have done, while there is nothing to do
+_SECONDS_BETWEEN_LOOKS = 0.5  # at the work of others, while there is nothing to do
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
@@ -39,7 +39,7 @@ def state_digest(state: Mapping[str, Tensor]) -> str:
 
 
 def noise(teacher: nn.Module, n: int, seed: int) -> Tensor:
-    """n images of Gaussian noise, which set the student's ranges before the first synthesis."""
+    """n images of Gaussian noise, to set the student's ranges before the first synthesis."""
     spec = geometry(teacher)
     device = next(teacher.parameters()).device
     keys = randomness.fold(randomness.image_keys(seed, torch.arange(n, device=device)), "range noise")
@@ -68,7 +68,7 @@ def _as_images(run: RunFolder, round_index: int, shard: int, found: Shard) -> Sy
 
 
 def first_images(run: RunFolder, count: int) -> SyntheticSet:
-    """The first images of the first round, read from the folder; RunFolderError if one of their shards is lost."""
+    """The first images of the first round, from the folder; RunFolderError if one of their shards is lost."""
     config = recipe_from_dict(run.identity["recipe"]).synthesis
     needed = -(-min(count, config.images) // config.batch)
     found = [load_images(run, 0, shard) for shard in range(needed)]
@@ -95,7 +95,7 @@ def latest_images(run: RunFolder) -> SyntheticSet:
 
 
 def range_images(teacher: nn.Module, images: SyntheticSet, recipe: Recipe) -> Tensor:
-    """The first synthetic images, as the model takes them: they set the ranges that calibration starts from."""
+    """The first synthetic images, normalised, to set the ranges that calibration starts from."""
     chosen = images[: recipe.quantization.range_images].to(next(teacher.parameters()).device)
     return geometry(teacher).normalise(to_pixels(chosen.images))
 
@@ -121,11 +121,11 @@ class StudentHistory:
         self.plan = plan
         self.seed = seed
         self.epoch = 0
-        """Epochs that the student has behind it."""
+        """Number of epochs that the student was calibrated for."""
 
     @contextmanager
     def at_start_of(self, round_index: int) -> Iterator[None]:
-        """Context in which the student has the weights it had when the round began."""
+        """Context in which the student has its weights from the start of the round."""
         if self._is_at_start_of(round_index):
             yield
             return
@@ -139,7 +139,7 @@ class StudentHistory:
             self.student.load_state_dict(now)
 
     def enter(self, round_index: int) -> bool:
-        """Bring the student to where it was when the round began; False if that is no longer known."""
+        """Give the student its weights from the start of the round; False if they are no longer known."""
         state = self._start_of(round_index)
         if state is None:
             return False
@@ -169,9 +169,9 @@ class StoredImages:
     """The images of every round, in shards of `synthesis.batch` images.
 
     Args:
-        others_make: a process that does not lead the run, and cannot write images, waits for what others make.
-        part: images that are made together, in place of what is fastest on this device; of a round that has begun, it
-            stays as it was.
+        others_make: if this process does not lead the run and cannot write images, it waits for those of others.
+        part: number of images that are made together; by default what is fastest on this device. A round that has begun
+            keeps its own.
     """
 
     def __init__(
@@ -193,18 +193,18 @@ class StoredImages:
         self.numbers: list[Tensor] = list(numbers.split(self.recipe.synthesis.batch))
         """Numbers of the images in each shard."""
         self.used: dict[int, list[str]] = {}
-        """Digests of the shards of each round that the newest checkpoint was calibrated on."""
+        """Round -> digests of the shards that the newest checkpoint was calibrated on."""
         self.digests: dict[int, list[str]] = {}
-        """The same of the rounds that were asked for since."""
+        """The same for the rounds that were requested since."""
         self._against: dict[tuple[int, int], str | None] = {}
-        self._unsound: dict[tuple[int, int], tuple[int, ...]] = {}  # files that were looked at and refused
+        self._unsound: dict[tuple[int, int], tuple[int, ...]] = {}  # files that were rejected
         self.made = 0
         """Shards that this process has added."""
         self._gave_up = False
         self._not_before: dict[int, float] = {}
 
     def of_round(self, round_index: int) -> SyntheticSet:
-        """All images of a round, made by this process and by all others that make some of them."""
+        """All images of a round, made by this process and by others."""
         config = self.recipe.synthesis
         work = max(1, self.recipe.steps_in_round(round_index))
         found: dict[int, Shard] = {}
@@ -222,7 +222,7 @@ class StoredImages:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
             before = len(found)
             missing = self._look(round_index, found)
-            others = list(found)[before:]  # made elsewhere meanwhile
+            others = list(found)[before:]  # made by other processes
             if others:
                 self.progress.advance(sum(len(self.numbers[shard]) for shard in others) * work)
             if missing and not self.run.leads and not self.run.leases.is_held(LEADER):
@@ -239,7 +239,7 @@ class StoredImages:
             return self.make_some(round_index, found)
         try:
             return not self._gave_up and self.make_some(round_index, found)
-        except RunFolderError as error:  # its disk may be full, or its folder read-only, and not that of others
+        except RunFolderError as error:  # only this machine's disk may be full or its folder read-only
             self._gave_up = True
             self.progress.note(f"{self.run.leases.worker} makes no more images, and waits for those of others: {error}")
             return False
@@ -247,14 +247,14 @@ class StoredImages:
     def make_some(self, round_index: int, found: dict[int, Shard]) -> bool:
         """Make the next shards that nobody else makes, and put them into `found`; False if there is nothing to do.
 
-        Shards are claimed in the parts in which they are made together, which are the same for all workers: so a shard
-        comes out the same whoever makes it.
+        Shards are claimed in parts that are made together. The parts are the same for all workers, so a shard is the
+        same whichever worker makes it.
         """
         leases = self.run.leases
         if time.monotonic() < self._not_before.get(round_index, 0.0):
             return False
         parts = self._parts(round_index)
-        first = 0 if self.run.leads else leases.place % max(1, len(parts))  # not all try the same one
+        first = 0 if self.run.leads else leases.place % max(1, len(parts))  # workers start at different parts
         for number in (*range(first, len(parts)), *range(first)):
             if all(shard in found for shard in parts[number]):
                 continue
@@ -265,12 +265,12 @@ class StoredImages:
                 if missing:
                     found |= self._make(round_index, missing)
                 return True
-        # All are taken: a thousand workers must not ask the file server for each of them all the time.
+        # All parts are taken: a thousand workers must not ask the file server for each of them all the time.
         self._not_before[round_index] = time.monotonic() + leases.seconds / 20 if parts else 0.0
         return False
 
     def _look(self, round_index: int, found: dict[int, Shard], shards: Iterable[int] | None = None) -> list[int]:
-        """Put the sound ones of these shards of a round, or of all, into `found`; those that are still missing."""
+        """Put the sound shards of a round (or of `shards`) into `found`; returns those that are still missing."""
         shards = range(len(self.numbers)) if shards is None else shards
         for shard in shards:
             if shard not in found and (sound := self._find(round_index, shard)) is not None:
@@ -283,7 +283,7 @@ class StoredImages:
         return self.source.shards_at_once(len(self.numbers))
 
     def _parts(self, round_index: int) -> list[list[int]]:
-        """Shards that are made together; none while the leader of the run has not asked for the round's images."""
+        """Lists of shards that are made together; empty until the leader of the run requests the round's images."""
         order, against = self.run.order(round_index), self.made_against(round_index)
         if self.run.leads:
             at_once = order["shards_at_once"] if order else self._shards_at_once()
@@ -297,13 +297,13 @@ class StoredImages:
         shards, parts = list(range(len(self.numbers))), []
         while shards:
             calls = -(-len(shards) // at_once)
-            together = -(-len(shards) // calls)  # as equal as can be
+            together = -(-len(shards) // calls)  # as equal as possible
             parts.append(shards[:together])
             shards = shards[together:]
         return parts
 
     def first(self, count: int) -> SyntheticSet:
-        """The first images of the first round: they set the ranges that calibration starts from."""
+        """The first images of the first round, to set the ranges that calibration starts from."""
         found: list[SyntheticSet] = []
         for shard in range(len(self.numbers)):
             if sum(map(len, found)) < count:
@@ -343,7 +343,7 @@ class StoredImages:
         return found if fits else None
 
     def _make(self, round_index: int, shards: list[int]) -> dict[int, Shard]:
-        """Make some shards together and store each. A shard that calibration has used must come out the same."""
+        """Make some shards together and store them. A shard that calibration has used must be the same again."""
         began = time.monotonic()
         used = self.used.get(round_index)
         against = self.made_against(round_index)
@@ -370,7 +370,7 @@ class StoredImages:
             unsound = self._unsound.get((round_index, shard))
             is_unsound = unsound is not None and unsound == self.run.shard_sign(round_index, shard)
             if not self.run.write_shard(round_index, shard, sealed[shard], replace=is_unsound):
-                theirs = self._find(round_index, shard)  # of a worker that took over, and was quicker
+                theirs = self._find(round_index, shard)  # of a worker that took over and was faster
                 if theirs is not None:
                     new[shard] = theirs
                     continue
@@ -388,7 +388,7 @@ class StoredImages:
         for shard in self.run.shards(round_index):
             with suppress(files.DamagedError):
                 if self.run.load_shard(round_index, shard).student == self.source.fingerprint:
-                    return  # one sound shard tells
+                    return  # one sound shard is enough
                 raise RunFolderError(
                     f"{self.recipe.synthesis.folder} has changed since {self.run.root} was begun: put its images "
                     "back as they were and run the same command again, or start a new run with another --out"
@@ -405,14 +405,14 @@ class StoredImages:
         return round_index > 0 and self.recipe.refresh.start == "warm"
 
     def made_against(self, round_index: int) -> str | None:
-        """Digest of what the round's images are made against: the folder's files, or the student as the round began."""
+        """Digest of what the round's images are made against: the image folder, or the student as the round began."""
         key = (round_index, self.history.epoch)
         if key not in self._against:
             self._against[key] = self.source.fingerprint or self.history.digest_at_start_of(round_index)
         return self._against[key]
 
     def _keep_trajectory(self, round_index: int, first: bool) -> None:
-        """Keep the trajectory of the round's first image, or of the first of a later shard where that one was lost."""
+        """Store the trajectory of the round's first image, or of the first of a later shard if that one was lost."""
         trajectory = self.source.trajectory
         if trajectory is not None:
             words = {"number": str(trajectory.number), "steps": " ".join(map(str, trajectory.steps))}
@@ -424,7 +424,7 @@ class StoredImages:
         if lost <= config.max_lost * config.images and lost < config.images:
             return
         cause = f"check the model's weights, or lower synthesis.lr (now {config.lr})"
-        if round_index:  # the round before went well with the same teacher: what is new is the calibrated student
+        if round_index:  # the round before succeeded with the same teacher: only the student has changed
             refresh_lr = f", or refresh.lr (now {self.recipe.refresh.lr})" if self.recipe.refresh.lr else ""
             cause = (
                 f"by round {round_index + 1} the student has probably diverged: lower calibration.lr "

@@ -1,1 +1,1 @@
-"""Runs: the loop, opening a finished run, what is handed over."""
+"""Runs: the loop over rounds, opening a run again, the choice of the saved model."""

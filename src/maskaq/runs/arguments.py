@@ -16,7 +16,7 @@ from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe, to_dict, up_to_date
 
 _ACTIVATIONS = ("nn.modules.activation", "layers.activations", "transformers.activations")
-_LATER = ("heads", "norm_eps", "activations")  # runs of 0.2.0 have none of them
+_LATER = ("heads", "norm_eps", "activations")  # runs of 0.2.0 do not have these keys
 
 
 def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
@@ -25,9 +25,9 @@ def identity(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 def model_identity(model: nn.Module) -> dict[str, Any]:
-    """What of a run's identity is its model's: `model` and `preparation`, of images."""
+    """The part of a run's identity that belongs to its model: `model`, and `preparation` of images."""
     weights = {"class": type(model).__name__, "weights": state_digest(model.state_dict()), **_settings(model)}
-    if (task := task_name(model)) != "classification":  # runs of before tasks are all of classifiers
+    if (task := task_name(model)) != "classification":  # older runs, all of classifiers, have no task
         weights["task"] = task
     images = data_config(model)
     preparation = {
@@ -39,7 +39,7 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """What changes a model's outputs and is in no weight: heads, constants of norms, activation functions."""
+    """What changes a model's outputs but is not in its weights: heads, constants of norms, activation functions."""
     modules = list(model.modules())
     heads = {getattr(module, name, 0) for module in modules for name in HEADS}
     acts = {type(module).__name__ for module in modules if type(module).__module__.endswith(_ACTIVATIONS)}
@@ -51,7 +51,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def up_to_date_identity(stored: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run of any version as this version would write it; `asked` has what came later."""
+    """The identity of a run of any version as this version would write it; keys that came later are from `asked`."""
     recipe, model = stored.get("recipe"), stored.get("model")
     found = dict(stored)
     if isinstance(recipe, dict):
@@ -70,7 +70,7 @@ def whole_number(seed: Any) -> int:
 
 
 def check_recipe(recipe: Recipe, task: str) -> None:
-    """RecipeError for a recipe that asks of a detector or segmenter what only classifiers have."""
+    """RecipeError if a recipe for a detector or segmenter uses what only classifiers have."""
     if task in ("classification", "features"):
         return
     if odd := [name for name in recipe.calibration.stages if name != "calibrate"]:
@@ -80,7 +80,7 @@ def check_recipe(recipe: Recipe, task: str) -> None:
 
 
 def check_arguments(out: Any, keep: Any, progress: Any, source: Any, checkpoint_seconds: Any, fast: Any) -> None:
-    """MaskaqError for arguments of `quantize` that would only be noticed in the middle of the work."""
+    """MaskaqError for wrong arguments of `quantize` that would otherwise fail in the middle of the work."""
     if not isinstance(out, str | Path) or "\0" in str(out):
         raise RunFolderError(f"out: expected the path of a run folder, got {out!r}")
     if keep not in KEEP:

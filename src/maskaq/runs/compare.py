@@ -1,8 +1,8 @@
-"""Several recipes on one model, side by side: runs what is not there yet, one row after another, and measures each.
+"""Several recipes on one model, side by side: runs the rows that are missing, one after another, and measures each.
 
-A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl what it
-gave. A row with a line is not run again, but evaluated on folders of images where it has not been evaluated. Several
-processes, on any machines that see it, may share one OUT: each row is leased to one of them.
+A row is one run: a recipe, bits, a seed and overrides. OUT/NAME is its run folder, and a line of OUT/rows.jsonl has its
+results. A row with a line is not run again, but is evaluated on folders of images that are new. Several processes, on
+any machines that can access it, may share one OUT: each row is leased to one of them.
 """
 
 import json
@@ -41,7 +41,7 @@ from maskaq.torchrun import are_started
 ROWS_FILE = "rows.jsonl"
 _RESERVED = ("leases", "rows.lock", "compare.html", "compare.md", "compare.tex")
 _FEWEST_IMAGES = 32
-_SECONDS_BETWEEN_TRIES = 10.0  # of a row whose folder is locked
+_SECONDS_BETWEEN_TRIES = 10.0  # to run a row whose folder is locked
 
 Batches = Callable[[nn.Module, str], Iterable[tuple[Tensor, Any]]]
 """A model and the name of a folder -> its images and labels, or annotations."""
@@ -60,7 +60,7 @@ class Row:
 
 
 def read_rows(file: str | Path) -> list[Row]:
-    """The rows of a file: `name | model | recipe | bits | seed | key=value ...` in each line; # begins a comment."""
+    """The rows of a file, one per line: `name | model | recipe | bits | seed | key=value ...`; # starts a comment."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -73,7 +73,7 @@ def read_rows(file: str | Path) -> list[Row]:
 
 
 def _twice(rows: Sequence[Row]) -> str | None:
-    """The first name that more than one row has."""
+    """The first name that occurs more than once."""
     names = [row.name for row in rows]
     return next((name for name in names if names.count(name) > 1), None)
 
@@ -91,7 +91,7 @@ def _row(line: str, where: str) -> Row:
 def rows_of(
     model: str, recipes: Sequence[str], bits: Sequence[str], seeds: Sequence[int], overrides: Sequence[str] = ()
 ) -> list[Row]:
-    """Every recipe at every width with every seed, the first seed of all of them first."""
+    """Every recipe at every width with every seed; all rows of the first seed come first."""
     rows = []
     for seed in seeds:
         for width in bits:
@@ -103,9 +103,9 @@ def rows_of(
 
 
 def scaled(recipe: Recipe, scale: float) -> Recipe:
-    """The recipe at a share of its budget: so many of its images, and of the steps of a generator; all else as it is.
+    """The recipe with a share of its budget: of its images and of the steps of a generator; the rest is unchanged.
 
-    Synthesis and calibration cost as much as there are images. A method with a few dozen of them keeps all.
+    The cost of synthesis and calibration is proportional to the number of images. A method with a few dozen keeps all.
     """
     if scale == 1:
         return recipe
@@ -126,7 +126,7 @@ def scaled(recipe: Recipe, scale: float) -> Recipe:
 
 @dataclass
 class Line:
-    """What a row gave, as OUT/rows.jsonl has it."""
+    """The results of a row, as in OUT/rows.jsonl."""
 
     name: str
     model: str
@@ -136,7 +136,7 @@ class Line:
     overrides: list[str] = field(default_factory=list)
     scale: float = 1.0
     images: str = ""
-    """How many, and the steps of each round."""
+    """Number of images, and steps of each round."""
     data_free: bool = True
     quantized: dict[str, Any] = field(default_factory=dict)
     """What was quantized: digest of the weights, size and normalization of images."""
@@ -151,12 +151,12 @@ class Line:
     kl: dict[str, float] = field(default_factory=dict)
     """Folder -> mean distance of Q's outputs to P's."""
     seconds: float = 0.0
-    """Of the run, without what is measured for its report."""
+    """Time of the run, without the measurements for its report."""
     handover: dict[str, Any] | None = None
     device: str = ""
     commit: str | None = None
     failed: str = ""
-    """Why there is no model."""
+    """Why there is no model; empty if there is one."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Line":
@@ -165,13 +165,13 @@ class Line:
 
 
 class Comparison:
-    """The rows of a folder, those that are done and those to do.
+    """The rows of a comparison in their folder, both finished and missing.
 
     Args:
         model: the full-precision model of all rows.
         batches: evaluation images; without folders nothing is measured.
         folders: names of evaluation folders, as `batches` takes them.
-        keep_images: keep the images and checkpoints of every run, which are most of its bytes.
+        keep_images: keep the images and checkpoints of every run, which take most of its space.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class Comparison:
         return self.out / ROWS_FILE
 
     def lines(self) -> dict[str, Line]:
-        """Row name -> what it gave, of the rows that are done."""
+        """Row name -> results, of the rows that are done."""
         return {line["name"]: Line.from_dict(line) for line in lines_of(self.file)}
 
     def run(self, limit: float = math.inf) -> Iterator[Line]:
-        """Do what is to do, and give the line of each row when it is there. No row begins after `limit` seconds.
+        """Run the missing rows, and yield the line of each row when it is done. No row begins after `limit` seconds.
 
-        Rows are leased: those of other processes are waited for, and taken up when their process dies.
+        Rows are leased: rows of other processes are waited for, and taken over if their process dies.
         """
         began, at_start = time.monotonic(), self.lines()
         rows = {row.name: row for row in self.rows if row.name not in at_start or at_start[row.name].failed}
@@ -235,7 +235,7 @@ class Comparison:
 
         def is_over(name: str) -> bool:
             line = self.lines().get(name)
-            is_new = line is not None and (not line.failed or line != at_start.get(name))  # what failed is tried again
+            is_new = line is not None and (not line.failed or line != at_start.get(name))  # failed rows are tried again
             return is_new or name in tried or time.monotonic() - began > limit
 
         leases = Leases(self.out / "leases")
@@ -244,7 +244,7 @@ class Comparison:
             for name in leases.each(rows, is_over):
                 try:
                     new = self._run(rows[name])
-                except BusyError as error:  # it was silent for too long, or its machine died and its lock is still held
+                except BusyError as error:  # its process was silent for too long, or its machine died with the lock
                     self.progress.note(f"{name} is tried again later: {error}")
                     time.sleep(_SECONDS_BETWEEN_TRIES)
                     continue
@@ -260,7 +260,7 @@ class Comparison:
                 self.progress.note(f"{name}: not begun, the time is up")
 
     def _measured(self, row: Row, line: Line) -> Line:
-        """The line of a row that was done before or elsewhere, measured on folders that it has not been on."""
+        """The line of a row that was done before or elsewhere, with measurements on new folders added."""
         self._check_same(row, line)
         if not line.failed and any(folder not in line.top1 for folder in self.folders):
             self._measure(line, from_pretrained(self.out / row.name / QUANTIZED, self.model).to(self.device))
@@ -296,13 +296,13 @@ class Comparison:
                 keep="last",  # a method that makes the model worse is shown as it is
             )
         except RunFolderError:
-            raise  # another process is at work on it, or the disk is full: that is no result
-        except MaskaqError as error:  # a method that diverges is one
+            raise  # another process works on it, or the disk is full: that is not a result
+        except MaskaqError as error:  # a method that diverges is a result
             line.failed = str(error)
             self._write(line)
             return line
         line.seconds = spent + time.monotonic() - began
-        if not is_measured and (folder / FACTS_FILE).exists():  # what only a report shows is no part of the method
+        if not is_measured and (folder / FACTS_FILE).exists():  # measurements for the report are not part of the method
             line.seconds -= RunFolder.read(folder).read_json(FACTS_FILE)["seconds"]
         line.seconds = round(line.seconds, 1)
         line.handover = read_config(folder / QUANTIZED)["made"].get("handover")
@@ -412,7 +412,7 @@ def _steps(recipe: Recipe) -> str:
 
 
 def _spent(folder: Path) -> float:
-    """Seconds that earlier calls have spent on a run, as its events tell."""
+    """Seconds that earlier calls have spent on a run, from its events."""
     if not (folder / "run.json").exists():
         return 0.0
     return sum(float(event.get("seconds") or 0) for event in RunFolder.read(folder).events())
@@ -427,13 +427,13 @@ def _in_words(value: Any) -> str:
 
 
 def common_overrides(lines: Sequence[Line]) -> list[str]:
-    """The overrides that all rows have: a table says them once."""
+    """The overrides that all rows have; a table shows them once."""
     first, *others = [line.overrides for line in lines] or [[]]
     return [word for word in first if all(word in found for found in others)]
 
 
 def label_of(line: Line, common: Sequence[str]) -> str:
-    """What a table calls a row, whatever its seed."""
+    """The label of a row in a table, without its seed."""
     return " ".join((line.recipe, *(word for word in line.overrides if word not in common)))
 
 
@@ -447,9 +447,9 @@ class Entry:
     figures: dict[str, float]
     """Folder -> mean over seeds."""
     mean: float | None
-    """Over folders and seeds; calibrated on a folder of real images, over the other folders."""
+    """Over folders and seeds, without a folder that the row was calibrated on."""
     error: float | None
-    """Standard error: of the images, and of the seeds where there are several."""
+    """Standard error over images and, if there are several, over seeds."""
     difference: tuple[float, float] | None
     """From the first entry of the width, paired image by image, and its standard error."""
     kl: float | None
@@ -460,7 +460,7 @@ class Entry:
 
 
 def entries(lines: Iterable[Line], folders: Sequence[str] | None = None) -> list[Entry]:
-    """The lines of each recipe and width together, in the order they come; of all their folders, or of some."""
+    """The lines grouped by recipe and width, in their order; for all their folders, or for some."""
     lines = [line if folders is None else _on(line, folders) for line in lines]
     common = common_overrides(lines)
     groups: dict[tuple[str, str], list[Line]] = {}
@@ -476,7 +476,7 @@ def entries(lines: Iterable[Line], folders: Sequence[str] | None = None) -> list
 
 
 def _on(line: Line, folders: Sequence[str]) -> Line:
-    """The line with what was measured on these folders alone."""
+    """The line with the measurements on these folders only."""
 
     def chosen(measured: Mapping[str, Any]) -> dict[str, Any]:
         return {folder: value for folder, value in measured.items() if folder in folders}

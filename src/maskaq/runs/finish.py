@@ -1,4 +1,4 @@
-"""The end of a run: compare the student with its start, save the better one, keep what a report needs."""
+"""The end of a run: compare the student with its start, save the better one, store what a report needs."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Open a run again: the teacher, the student before and after calibration, and the accuracy of each."""
+"""Open a run: the teacher, the student before and after calibration, and the accuracy of each."""
 
 import shlex
 from collections.abc import Callable, Iterable
@@ -50,9 +50,9 @@ class OpenedRun:
     keep: str = "better"
     """`keep` of the latest command of the run."""
     task: str = "classification"
-    """What the model is for, as the run took it."""
+    """The task of the model in this run."""
     known_teacher: nn.Module | None = field(default=None, repr=False, compare=False)
-    """The exposed teacher, if the caller has it and knows that it is the run's: then it is not loaded again."""
+    """The exposed teacher, if the caller already has it, so that it is not loaded again."""
 
     def load_teacher(self) -> nn.Module:
         """The full-precision model that the source names, without a check of its weights."""
@@ -73,7 +73,7 @@ class OpenedRun:
         return teacher_of(model, self.recipe.quantization, self.task)
 
     def check_weights(self, model: nn.Module) -> None:
-        """CheckpointError for a model that is not the run's teacher: of other weights, heads or normalization."""
+        """CheckpointError if a model is not the run's teacher: other weights, heads or normalization."""
         now = model_identity(model)
         then = up_to_date_identity(RunFolder.read(self.folder).identity, now)
         for part in ("model", "preparation"):
@@ -109,11 +109,11 @@ class OpenedRun:
 
     @own_torch_modes()
     def calibrated(self) -> nn.Module:
-        """The model that the run handed over, as `maskaq.from_pretrained` gives it. Needs no teacher."""
+        """The saved model, as `maskaq.from_pretrained` loads it. Needs no teacher."""
         return handed_over_model(self.folder)
 
     def handed_over(self) -> nn.Module:
-        """What `calibrated` was made from, with its quantizers: the student, or the start if that was better."""
+        """The model behind `calibrated`, with its quantizers: the student, or its start if that was better."""
         path = RunFolder.read(self.folder).path(QUANTIZED)
         recorded = read_config(path)["made"].get("handover") if path.exists() else None
         is_start = isinstance(recorded, dict) and recorded.get("kept") == "start"
@@ -136,7 +136,7 @@ class OpenedRun:
         return student
 
     def images(self) -> SyntheticSet:
-        """The synthetic images of the latest round that is there."""
+        """The synthetic images of the latest round that has any."""
         return latest_images(RunFolder.read(self.folder))
 
 
@@ -194,7 +194,7 @@ def _check_record(run: RunFolder) -> None:
 def compare(
     run: OpenedRun, batches: Batches, *, device: str | torch.device | None = None, progress: Progress | None = None
 ) -> dict[str, Evaluation | str]:
-    """Accuracy of the teacher, of both uncalibrated models and of the calibrated one; a reason where one is missing."""
+    """Accuracy of the teacher, both uncalibrated models and the calibrated one, or the reason why it is missing."""
     progress = progress or Progress()
     table: dict[str, Evaluation | str] = {}
     full: Evaluation | None = None
@@ -204,7 +204,7 @@ def compare(
         try:
             model = make()
         except MaskaqError as error:
-            table[name] = str(error)  # the teacher's file may be gone; the student must not suffer for it
+            table[name] = str(error)  # the teacher's file may be gone; the student can still be evaluated
             continue
         loader = batches(model)
         progress.stage(f"evaluate {name}", len(getattr(loader, "dataset", ())))
@@ -216,9 +216,9 @@ def compare(
 
 
 def write_metrics(folder: str | Path, table: dict[str, Evaluation | str], data: str) -> None:
-    """metrics.json of a run folder, and its model's card: what `compare` found, and on which images.
+    """Write the table of `compare` to metrics.json of a run folder and to the model's card.
 
-    What could not be measured now keeps what was measured before on the same images: the run is the same.
+    Rows that could not be measured now keep their earlier figures on the same images.
     """
     found = metrics(table, data)
     run = RunFolder.read(folder)
@@ -245,7 +245,7 @@ def _measured(run: RunFolder, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def metrics(table: dict[str, Evaluation | str], data: str) -> dict[str, Any]:
-    """The table in plain values, as in metrics.json."""
+    """The table as plain values, as in metrics.json."""
     rows = {name: row if isinstance(row, str) else row.to_dict() for name, row in table.items()}
     return {"data": data, "accuracy": rows}
 
@@ -299,7 +299,7 @@ def _with_real_images(
     device: str | torch.device | None,
     progress: Progress | None,
 ) -> Record:
-    """The record with what Theorem 2 compares; kept in the folder where the record is."""
+    """The record with the quantities of Theorem 2 added; also stored in the run folder."""
     opened = run if isinstance(run, OpenedRun) else open_run(run)
     folder, recipe = record.run, record.recipe
     teacher, student = (model.to(pick_device(device)) for model in (opened.teacher(), opened.calibrated()))
@@ -333,7 +333,7 @@ def _first_bytes(file: Path) -> bytes:
 def _record(
     run: OpenedRun | str | Path, folder: RunFolder, device: str | torch.device | None, progress: Progress | None
 ) -> Record:
-    """The record of a run from its folder; what is missing is collected now, if possible."""
+    """The record of a run from its folder; missing measurements are made now, if possible."""
     _check_record(folder)
     kept = collect.read(folder)
     if kept is not None:

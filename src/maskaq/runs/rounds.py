@@ -29,7 +29,7 @@ def fit(
     checkpoint_seconds: float,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Run the remaining epochs of a round, with regular checkpoints and one at the end, by the leader of the run."""
+    """Run the remaining epochs of a round. The leader saves checkpoints regularly and at the end."""
     rounds = history.recipe.rounds
     epochs = rounds[round_index]
     last_saved, running = time.monotonic(), None
@@ -73,11 +73,10 @@ def _checkpoint(run: RunFolder, student: nn.Module, stage: Stage, epoch: int, sh
 def restore(
     run: RunFolder, student: nn.Module, stages: Mapping[str, Stage], recipe: Recipe, ranks: Ranks = ALONE
 ) -> tuple[int, dict[int, list[str]]]:
-    """Bring student and optimiser to the latest checkpoint; epochs done, and digests of the shards they used.
+    """Restore student and optimiser from the latest checkpoint; returns epochs done, and digests of the shards used.
 
-    All ranks take the checkpoint that the leader finds.
-
-    A checkpoint holds the state of the stage that it was written in: those before it are done, later ones begin anew.
+    All ranks load the checkpoint that the leader finds. It holds the state of the stage in which it was written:
+    earlier stages are done, later ones start from scratch.
     """
     epoch = ranks.agreed(max(run.checkpoints(), default=0))
     if not epoch:

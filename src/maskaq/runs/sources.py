@@ -14,7 +14,7 @@ from maskaq.recipe.schema import Recipe
 def image_source(
     teacher: nn.Module, student: nn.Module, recipe: Recipe, seed: int, progress: Progress, engine: Engine
 ) -> ImageSource:
-    """The source that every process of a run makes its images with."""
+    """The image source of a run, for all its processes."""
     if not recipe.data_free:
         return FolderImages(teacher, recipe, seed=seed, progress=progress)
     if recipe.synthesis.generator.steps:

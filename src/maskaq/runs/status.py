@@ -1,4 +1,4 @@
-"""How far a run is, or a table of runs, and who works on it: read from its folder, from any machine."""
+"""The progress of a run, or of a table of runs, and its workers: read from the folder, on any machine."""
 
 import re
 import time
@@ -17,28 +17,28 @@ from maskaq.storage.runfolder import LEADER, QUANTIZED, RunFolder
 
 @dataclass(frozen=True)
 class Working:
-    """A worker of the current round, as its lease and what it has done so far show it."""
+    """A worker of the current round, from its leases and events."""
 
     name: str
     does: str
-    """What it holds a lease of; empty if nothing: it waits, or has left."""
+    """What it has a lease for; empty if it waits or has left."""
     gone: bool
-    """Whether it is certain that the process is dead: only its own machine can tell."""
+    """Whether the process is certainly dead, which only its own machine can tell."""
     silent: float | None
     """Seconds since it last touched its lease, by this machine's clock; None without a lease."""
     shards: int
-    """That it has made, in all rounds."""
+    """Number that it has made, in all rounds."""
     rate: float
-    """Images times steps per second, while it made them."""
+    """Images times steps per second."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """A run as it is now."""
+    """The status of a run."""
 
     folder: str
     stage: str
-    """What is going on: `synthesize`, `calibrate`, `finished`."""
+    """`synthesize`, `calibrate` or `finished`."""
     round: int
     rounds: int
     shards: int
@@ -48,7 +48,7 @@ class Status:
     epochs_in_all: int
     workers: list[Working]
     left: float | None
-    """Seconds that the rest will take at the rates seen; None if too little was seen."""
+    """Seconds left at the rates so far; None if they are not known yet."""
 
     @property
     def is_worked_on(self) -> bool:
@@ -60,17 +60,17 @@ class Status:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """A table whose rows are runs, shared among processes, as it is now."""
+    """The status of a table whose rows are runs, shared among processes."""
 
     folder: str
     done: int
-    """Rows that have their line."""
+    """Number of rows that are done."""
     seconds: float | None
-    """Of a row, on the average."""
+    """Average time of a row."""
     rows: dict[str, str]
-    """Row -> the worker that is at it."""
+    """Row -> the worker that runs it."""
     runs: list[Status]
-    """Of these rows, as far as they have begun."""
+    """The status of these rows, if they have begun."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +81,7 @@ class FleetStatus:
 
 
 def status(folder: str | Path) -> Status | FleetStatus:
-    """What the folder of a run, or of a table of runs, tells; writes nothing."""
+    """The status of a run folder, or of a folder with a table of runs; writes nothing."""
     path = Path(folder)
     is_fleet = not (path / "run.json").exists() and ((path / ROWS_FILE).exists() or (path / "leases").is_dir())
     return _of_fleet(path) if is_fleet else _of_run(path)
@@ -125,7 +125,7 @@ def _of_run(folder: Path) -> Status:
 
 
 def _in_words(lease: str) -> str:
-    """What the owner of a lease of this name does."""
+    """What the owner of a lease with this name does."""
     if lease == LEADER:
         return "leads the run"
     part = re.fullmatch(r"round_(\d+)-part_(\d+)", lease)
@@ -141,7 +141,7 @@ def _is_gone(lease: Held) -> bool:
 
 
 def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]], here: int) -> Iterable[Working]:
-    """Those who hold a lease, and those who have made images of the current round."""
+    """Workers that have a lease or have made images of the current round."""
     made: dict[str, list[tuple[float, float]]] = {}
     leases: dict[str, dict[str, Held]] = {}
     for name, lease in Leases(run.path("leases")).all().items():
@@ -167,15 +167,15 @@ def _workers(run: RunFolder, recipe: Recipe, events: list[dict[str, Any]], here:
 def _left(
     recipe: Recipe, here: int, done: float, epochs: int, workers: list[Working], events: list[dict[str, Any]]
 ) -> float | None:
-    """Images at the rates of those who work now, epochs at the pace of the latest ones.
+    """Seconds left: images at the rates of the current workers, epochs at the pace of the latest ones.
 
-    Before the first epoch, one is taken to last as long as a step of all images on the fastest worker.
+    Before the first epoch is done, it is assumed to take as long as one step of all images on the fastest worker.
     """
     images = recipe.synthesis.images
     steps = recipe.steps_in_round(here) * (1 - done) + sum(
         map(recipe.steps_in_round, range(here + 1, len(recipe.rounds)))
     )
-    # Before calibration, who holds no lease has left; then all but the leader wait for the next round.
+    # During synthesis, a worker without a lease has left; during calibration, all but the leader wait for a round.
     rate = sum(worker.rate for worker in workers if not worker.gone and (worker.does or done == 1))
     paces = [e["seconds"] for e in events if {"epoch", "seconds"} <= e.keys()][-20:]
     fastest = max((worker.rate for worker in workers), default=0.0) if recipe.most_steps else 0.0

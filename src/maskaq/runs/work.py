@@ -1,4 +1,4 @@
-"""Help a run that another process leads: make images of it, by leases, until it is finished."""
+"""Make images for a run that another process leads, distributed by leases, until it is finished."""
 
 import time
 from collections.abc import Callable
@@ -34,13 +34,13 @@ def work(
     wait: float = 60.0,
     any_device: bool = False,
 ) -> int:
-    """Make images of a run, beside the process that leads it and any number of others; how many shards were made.
+    """Make images for a run that another process leads; returns the number of shards made.
 
     Returns when the run is finished. A worker may start late, be stopped or be killed at any time.
 
     Args:
         lease: seconds after which other workers take over the images of this process if it dies.
-        wait: seconds without work and without a leader after which it returns although the run is not finished.
+        wait: seconds without work and without a leader after which it returns even if the run is not finished.
         any_device: also work on another kind of device, whose images differ from the leader's in their last bits.
     """
     progress = progress or Progress()
@@ -57,7 +57,7 @@ def work(
 
 
 def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> None:
-    """Wait until a run has begun, at most so long: a worker may be started before the process that leads it."""
+    """Wait until a run has begun, at most this long: a worker may start before the process that leads the run."""
     until = time.monotonic() + seconds
     if not is_run(run):
         tell(f"waiting for {run} to begin")
@@ -66,7 +66,7 @@ def wait_for(run: str | Path, seconds: float, tell: Callable[[str], None]) -> No
 
 
 class _Helper:
-    """Makes images of a run that another process leads."""
+    """Makes images for a run that another process leads."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Helper:
         """Shards of the round that others have added, as far as the progress shows them."""
 
     def help(self, wait: float) -> int:
-        """Make images until the run is finished; the number of shards that were made."""
+        """Make images until the run is finished; returns the number of shards made."""
         idle = time.monotonic()
         while not self.folder.path(QUANTIZED).exists():
             round_index = self._latest_round()
@@ -119,12 +119,12 @@ class _Helper:
         return max((index for index in rounds if self.folder.order(index) is not None), default=None)
 
     def _enter(self, round_index: int) -> bool:
-        """Bring the student to the start of a round; False if the round is over."""
+        """Give the student its state at the start of a round; False if the round is over."""
         order = self.folder.order(round_index) or {}
         entering = (round_index, order.get("against"), self.folder.path("run.json").stat().st_mtime_ns)
         if entering == self.entered:
             return True
-        self.check()  # the run may have been taken up by another version meanwhile
+        self.check()  # another version may have resumed the run
         if not self.history.enter(round_index):
             return False
         if self.images.made_against(round_index) != order.get("against"):
@@ -146,5 +146,5 @@ class _Helper:
             self.others = others
 
     def _work_of_shard(self, round_index: int) -> int:
-        """Images times steps, as the progress counts."""
+        """Images times steps, which the progress counts."""
         return self.recipe.synthesis.batch * max(1, self.recipe.steps_in_round(round_index))

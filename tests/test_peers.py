@@ -595,8 +595,8 @@ def test_the_command_line_marks_the_ceiling_in_plan_and_tables(tmp_path, photos,
     monkeypatch.setattr(zoo, "test_images", lambda: (images[::50], labels[::50]))
     assert cli.main([*words, *small]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"images 4 REAL images of {photos.resolve()}: a ceiling, NOT data-free" in out
-    assert f"calibrated on REAL images of {photos.resolve()}: a ceiling, NOT data-free" in out
+    assert f"images 4 REAL images of {photos.resolve()}: an upper bound, NOT data-free" in out
+    assert f"calibrated on REAL images of {photos.resolve()}: an upper bound, NOT data-free" in out
     saved = f"run/{QUANTIZED}"
     for command in (
         ["evaluate", "run", "--data", "cifar10-demo"],

@@ -1,4 +1,4 @@
-"""maskaq: make a vision transformer small without its training data.
+"""maskaq: quantize vision transformers without any training data.
 
     import maskaq
     result = maskaq.quantize(timm_model, recipe="quick", bits="w4a4", out="runs/mine")

@@ -4,7 +4,7 @@ from typing import Any
 
 from maskaq.tasks import TASKS, Task
 
-REAL_IMAGES = "REAL images: a ceiling, NOT data-free"
+REAL_IMAGES = "REAL images: an upper bound, NOT data-free"
 
 
 def model_card(config: dict[str, Any]) -> str:

@@ -28,13 +28,13 @@ class Invocation:
 
     @property
     def command_line(self) -> str:
-        """As a shell takes it."""
+        """The command for a shell."""
         return shlex.join(["maskaq", *self.words])
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, and what its name and weights do not determine."""
+    """The model, and what its name and weights do not determine."""
 
     model: str
     checkpoint: str | None = None
@@ -47,7 +47,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """The settings of a run; None where the command's default holds."""
+    """The settings of a run; None for the command's default."""
 
     recipe: str | None = None
     bits: str | None = None
@@ -56,7 +56,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Evaluation images, and how they are read; without `data` there are none."""
+    """Evaluation images and how they are read; there are none if `data` is None."""
 
     data: str | None = None
     class_index: str | None = None
@@ -104,7 +104,7 @@ def add_timm(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """What the architecture of a model depends on beside its name."""
+    """What the architecture of a model depends on besides its name."""
     parser.add_argument(
         "--model-arg",
         metavar="KEY=VALUE",
@@ -133,13 +133,13 @@ def _add_preparation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task",
         choices=("classification", "features", "segmentation", "detection"),
-        help="what the model is for (default: what its record says; an image tower gives features)",
+        help="task of the model (default: from its pretrained config; features for an image tower)",
     )
 
 
 def add_moved_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=converters.path, metavar="FILE", help="the model's weights, where they moved"
+        "--checkpoint", type=converters.path, metavar="FILE", help="the model's weights, if they were moved"
     )
 
 
@@ -181,14 +181,14 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         type=converters.positive,
         default=1,
         metavar="N",
-        help="processes of this machine, one for each GPU (default: 1; on several machines: torchrun, docs/SCALING.md)",
+        help="processes on this machine, one per GPU (default: 1; for several machines see docs/SCALING.md)",
     )
     parser.add_argument(
         "--part",
         type=converters.positive,
         metavar="IMAGES",
-        help="images that a worker makes together (default: what is fastest on one GPU, up to 256); smaller parts keep "
-        "more GPUs busy",
+        help="images that a worker makes together (default: what is fastest on one GPU, up to 256); smaller "
+        "parts keep more GPUs busy",
     )
     add_lease(parser)
 
@@ -209,8 +209,8 @@ def add_end(parser: argparse.ArgumentParser, keep: str | None = "better") -> Non
         "--keep",
         choices=("better", "last"),
         default=keep,
-        help="better: hand over the model before calibration if calibration made it worse on synthetic images that it "
-        f"did not see; last: the last epoch's in any case (default: {keep or 'as in the latest command of the run'})",
+        help="better: save the model from before calibration if calibration made it worse on held-out synthetic "
+        f"images; last: always save that of the last epoch (default: {keep or 'as in the latest command of the run'})",
     )
     parser.add_argument("--no-report", action="store_true", help="skip the report and its measurements")
 
@@ -226,8 +226,8 @@ def add_data(parser: argparse.ArgumentParser, required: bool = False, old_name: 
         type=converters.path,
         metavar="DIR",
         required=required,
-        help=f"one sub-folder of images per class, or {DEMO_DATA}, the packaged 1,000; for a detector a folder like "
-        f"COCO's, for a segmenter one like ADE20K's, or {SCENES_DATA}, 500 procedural ones "
+        help=f"one sub-folder of images per class, or {DEMO_DATA} for the packaged 1,000; for a detector a folder like "
+        f"COCO's, for a segmenter one like ADE20K's, or {SCENES_DATA} for 500 procedural scenes "
         f"({SCENES_DATA}:N for N of them)",
     )
     group.add_argument(
@@ -240,10 +240,10 @@ def add_data(parser: argparse.ArgumentParser, required: bool = False, old_name: 
         "--crop-pct",
         type=converters.share,
         metavar="X",
-        help="share of the resized image that is kept (default: timm's)",
+        help="share of the resized image that the centre crop keeps (default: timm's)",
     )
     group.add_argument(
-        "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="of the resize (default: timm's)"
+        "--interpolation", choices=("bilinear", "bicubic", "nearest"), help="for resizing (default: timm's)"
     )
     names = ("--readers", "--workers") if old_name else ("--readers",)  # --workers is what 0.2.0 called it
     group.add_argument(

@@ -7,7 +7,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation, ModelOptions, RecipeOptions
 
-SUMMARY = "how fast synthesis and calibration run here"
+SUMMARY = "measure how fast synthesis and calibration run on this device"
 RESUMABLE = False
 _RECIPE = "paper"
 
@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_recipe(parser, _RECIPE)
     parser.add_argument("--only", choices=("synthesis", "calibration"), help="one stage (default: both)")
     count, positive = converters.count, converters.positive
-    parser.add_argument("--batch", type=count, default=0, help="images optimised together (default: as a run would)")
+    parser.add_argument("--batch", type=count, default=0, help="images optimised together (default: as in a run)")
     parser.add_argument("--calibration-batch", type=count, default=0, help="images per step (default: the recipe's)")
     parser.add_argument("--steps", type=positive, default=20, help="steps of one measurement (default: 20)")
     parser.add_argument(
-        "--repeats", type=positive, default=5, help="measurements, after one for the set-up (default: 5)"
+        "--repeats", type=positive, default=5, help="number of measurements, after one for the set-up (default: 5)"
     )
     options.add_json(parser, "figures")
     parser.add_argument("--note", default="", help="a word for the JSON file, such as the commit")

@@ -16,7 +16,7 @@ from maskaq.errors import DataError, DeviceError, ModelError
 if TYPE_CHECKING:
     from maskaq.artifact.export.runtimes import Products, Speed
 
-SUMMARY = "how fast exported files (.onnx, .xml, .pte) run on this CPU, beside float32 and other tools' quantizers"
+SUMMARY = "measure exported files (.onnx, .xml, .pte) on this CPU against float32, or against other tools' quantizers"
 RESUMABLE = False
 _CALIBRATED_ON = 128  # images given to other tools
 _VERIFIED_ON = 8
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=converters.path,
         metavar="FILE",
         nargs="+",
-        help="files of `maskaq export`, of one model at any bits; with --peers one run folder",
+        help="files that `maskaq export` wrote for one model at any bits; with --peers one run folder",
     )
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="the run's model beside that of ONNX Runtime's, NNCF's and torchao's own quantizers at 8 bits, where they "
-        "are installed, calibrated on the run's synthetic images",
+        help="compare the run's model with the 8-bit models of ONNX Runtime's, NNCF's and torchao's quantizers, as far "
+        "as they are installed, calibrated on the run's synthetic images",
     )
     parser.add_argument(
         "--real",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from maskaq.report.comparison import Page, TableRow
     from maskaq.runs.compare import Comparison, Entry, Line
 
-SUMMARY = "several recipes on one model, side by side: runs what is not there yet; a page and tables"
+SUMMARY = "run several recipes on one model, and write a page and tables that compare them"
 RESUMABLE = True
 
 
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         default=[],
-        help="files of rows in place of --recipes: name | model | recipe | bits | seed | key=value ... in each line; "
-        "rows of other models are left out, {0} in a recipe is the first folder of --data",
+        help="files of rows in place of --recipes, one per line: name | model | recipe | bits | seed | key=value ...; "
+        "rows of other models are skipped, and {0} in a recipe stands for the first folder of --data",
     )
-    parser.add_argument("--only", metavar="NAME,...", help="run no other rows")
+    parser.add_argument("--only", metavar="NAME,...", help="run only these rows")
     parser.add_argument(
         "--scale",
         type=converters.share,
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"
     )
     parser.add_argument(
-        "--limit", type=converters.limit, default=math.inf, metavar="SECONDS", help="begin no row after so long"
+        "--limit", type=converters.limit, default=math.inf, metavar="SECONDS", help="begin no row after this time"
     )
     parser.add_argument("--keep-images", action="store_true", help="keep the images and checkpoints of every run")
     parser.add_argument(
@@ -80,8 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         dest="processes",
         metavar="N",
-        help="processes of this machine, each of which does one row at a time, on a GPU of its own where there are as "
-        "many (default: 1)",
+        help="processes on this machine; each runs one row at a time, on its own GPU if there are enough (default: 1)",
     )
     options.add_device(parser)
     options.add_plain(parser)
@@ -133,28 +132,26 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
     lines = comparison.lines()
     found = [lines[row.name] for row in rows if row.name in lines]
     if not found:
-        raise MaskaqError("no row is done yet: give the same command again to go on")
+        raise MaskaqError("no row is done yet: repeat the command to continue")
     page = _page(arguments, comparison, found)
     console.print(draw.plain_table(page.title, *_table(page)))
     for text in page.about:
         console.print(text)
     _write(arguments.out, page, console)
     if missing := [row.name for row in rows if row.name not in lines]:
-        console.print(f"{len(missing)} of {len(rows)} rows are left to do: give the same command again")
+        console.print(f"{len(missing)} of {len(rows)} rows are not done: repeat the command to continue")
 
 
 def _by_processes(
     arguments: Arguments, invocation: Invocation, comparison: "Comparison", progress: Any
 ) -> Iterator["Line"]:
-    """Let several processes do the rows; the line of each when it is there, or is measured on more folders."""
+    """Run the rows in several processes; yields each line when it is new or has measurements on more folders."""
     import torch
 
     gpus = torch.cuda.device_count() if arguments.device in (None, "cuda") else 0
     words = (*invocation.words, "--workers", "1")
     known = comparison.lines()
-    progress.note(
-        f"{arguments.processes} processes do the rows; `maskaq status {arguments.out}` shows how far they are"
-    )
+    progress.note(f"{arguments.processes} processes run the rows; `maskaq status {arguments.out}` shows their progress")
     with copies(words, environments(arguments.processes, gpus)) as started:
         running = started
         while running:
@@ -225,7 +222,7 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
     if common:
         about.append(f"All rows with {' '.join(common)}.")
     if any(not line.data_free for line in lines):
-        about.append("Rows of images:DIR are calibrated on real images: a ceiling, NOT data-free.")
+        about.append("Rows of images:DIR are calibrated on real images: an upper bound, NOT data-free.")
     return Page(
         title=f"{arguments.model.model}: {len(found)} recipes side by side",
         folders=tuple(comparison.folders),
@@ -240,7 +237,7 @@ def _page(arguments: Arguments, comparison: "Comparison", lines: list["Line"]) -
 
 
 def _distance(task: Any) -> str:
-    """The title of the column that tells how far Q's outputs are from P's."""
+    """Title of the column with the distance between the outputs of P and Q."""
     return "KL" if task.distance_name.startswith("KL") else "distance"
 
 
@@ -287,7 +284,7 @@ def _table(page: "Page") -> tuple[list[str], list[list[str]]]:
 
 
 def _real_images(comparison: "Comparison") -> dict[int, Any]:
-    """A real image of each class, of the first folder."""
+    """A real image of each class, from the first folder."""
     from maskaq.images.sets import to_bytes
     from maskaq.models import expose, geometry
 

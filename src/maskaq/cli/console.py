@@ -1,4 +1,4 @@
-"""What the command line draws: progress, plans, tables. Everything goes to the terminal through one rich Console."""
+"""Console output: progress, plans, tables. Everything goes to the terminal through one rich Console."""
 
 import math
 import time
@@ -82,7 +82,7 @@ class ProgressBar(Progress):
 
 
 class ProgressLines(Progress):
-    """Plain lines now and then, for a log file."""
+    """Plain lines at intervals, for a log file."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -127,7 +127,7 @@ class ProgressLines(Progress):
 
 
 class Notes(ProgressLines):
-    """Notes alone, for processes other than the leader."""
+    """Only notes, for processes other than the leader."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         """Printed by the leader."""
@@ -276,7 +276,7 @@ def _status_cells(run: Status) -> tuple[str, ...]:
 
 
 def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
-    """A row for each model: what its task measures."""
+    """A row for each model, with the figures of its task."""
     columns = _task(rows).columns
     table = Table(title=title, title_justify="left")
     table.add_column("model", justify="left")
@@ -289,7 +289,7 @@ def accuracy_table(rows: dict[str, Evaluation | str], title: str) -> Table:
 
 
 def _task(rows: dict[str, Evaluation | str]) -> Task:
-    """The task of the models in a table."""
+    """The task of the models in the table."""
     return TASKS[next((row.task for row in rows.values() if not isinstance(row, str)), "classification")]
 
 

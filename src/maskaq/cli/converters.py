@@ -1,4 +1,4 @@
-"""From the text of an argument to its value; argparse tells what is wrong with it, and exits with 2."""
+"""Converters from the text of an argument to its value; argparse reports an error and exits with 2."""
 
 import argparse
 import errno
@@ -9,7 +9,7 @@ from maskaq.errors import unwritable
 
 
 def path(text: str) -> str:
-    """A path that the system can look up, whether something is there or not."""
+    """A path that the system can look up, whether it exists or not."""
     if not text:  # Python takes it for the working directory, or for no option at all
         raise argparse.ArgumentTypeError("expected a path, got an empty text")
     try:

@@ -22,7 +22,7 @@ class _Demo:
     data: str
 
 
-_SCENES = f"{SCENES_DATA}:250"  # half of them: four models are evaluated, within the minutes of a demo
+_SCENES = f"{SCENES_DATA}:250"  # half of them, so that evaluating four models takes minutes
 _TASKS = {
     "classification": _Demo("cifar10_vit", "demo", "w3a3", DEMO_DATA),
     "segmentation": _Demo("scenes_segmenter", "demo-scenes", "w3a3", _SCENES),

@@ -10,7 +10,7 @@ from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions
 from maskaq.errors import ModelError, RunFolderError
 
-SUMMARY = "accuracy of a run (full precision, round to nearest, searched ranges, maskaq), a saved model or a model"
+SUMMARY = "measure the accuracy of a run (full precision, round to nearest, searched ranges, maskaq) or of any model"
 RESUMABLE = False
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=converters.path,
         metavar="FILE",
-        help="weights of the model, or of a run's where they moved",
+        help="weights of the model; for a run, where its weights are now",
     )
     options.add_timm(parser)
     options.add_json(parser, "table")
@@ -60,7 +60,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         if of_run:
             results.write_metrics(chosen.model, table, data)
             console.print(f"metrics.json, the model card and the report of {chosen.model} now have these figures")
-    finally:  # what was measured is kept wherever it can be
+    finally:  # the figures are kept even if the run folder cannot be written
         if arguments.json:
             write_json_atomic(arguments.json, results.metrics(table, data))
     if of_run and Path(chosen.model, results.PAGE_FILE).exists():  # it shows other figures
@@ -68,7 +68,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def _checked(chosen: ModelOptions) -> ModelOptions:
-    """What is to be evaluated: a run, a saved model or a name; what can be none of them is refused."""
+    """The run, saved model or name to evaluate; an error if it can be none of these."""
     from maskaq.artifact.saved import is_pretrained
     from maskaq.models.checkpoint import SUFFIXES
     from maskaq.models.timm_models import weights_in_place_of_name

@@ -27,13 +27,13 @@ _ANNOTATED = {"detection": coco_folder, "segmentation": ade20k_folder}
 _SCENES_AT_ONCE = 10
 
 Accuracy = dict[str, Evaluation | str]
-"""A row for each model, or why there is none."""
+"""Model -> its evaluation, or why there is none."""
 
 
 class EvaluationImages:
     """The images of --data, as batches for a model.
 
-    The models of a run take their images in the same way: the folder is listed once for all of them.
+    The models of a run prepare images in the same way, so the folder is listed once for all of them.
     """
 
     def __init__(self, options: DataOptions) -> None:
@@ -86,7 +86,7 @@ def _refuse_options_of_classifiers(options: DataOptions, task: str) -> None:
 
 
 def _number_of_scenes(text: str) -> int:
-    """What stands behind the colon of --data scenes:N."""
+    """The N of --data scenes:N."""
     if text and not (text.isascii() and text.isdigit() and int(text) > 0):
         raise DataError(f"--data {SCENES_DATA}:N: expected a number of scenes above 0, got {text!r}")
     return int(text or COUNT)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "write a finished run's model for other runtimes, and verify the file; or its images for other tools"
 RESUMABLE = False
 _VERIFIED_ON = 16  # synthetic images that an exported file is compared on
-_VERIFIED_PIXELS = _VERIFIED_ON * 224**2  # of all of them: codes of every layer are in memory at once
+_VERIFIED_PIXELS = _VERIFIED_ON * 224**2  # in all images: the codes of every layer are in memory at once
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         choices=("cpu", "qdq", "tensorrt"),
         default="cpu",
-        help="of --format onnx: cpu (ONNX Runtime on CPUs and in browsers), qdq (floats between DequantizeLinear, for "
-        "other readers of ONNX), or tensorrt, which wants quantization.target=symmetric (default: cpu)",
+        help="with --format onnx: cpu (ONNX Runtime on CPUs and in browsers), qdq (floats between DequantizeLinear, "
+        "for other readers of ONNX), or tensorrt, which needs quantization.target=symmetric (default: cpu)",
     )
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16"),
         default="f32",
-        help="of --format openvino: what is not quantized is computed in it (default: f32)",
+        help="with --format openvino: precision of what is not quantized (default: f32)",
     )
     options.add_data(parser)
 

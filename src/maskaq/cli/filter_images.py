@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=converters.path, metavar="DIR", help="generated images, in sub-folders or not")
     options.add_named_model(parser)
     parser.add_argument(
-        "--out", type=converters.path, required=True, metavar="DIR", help="a new folder for those chosen"
+        "--out", type=converters.path, required=True, metavar="DIR", help="a new folder for the selected images"
     )
     for name, what in (("energy", "lowest energy"), ("entropy", "highest patch-similarity entropy, of these")):
         parser.add_argument(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from maskaq.quant.inspection import Inspection
     from maskaq.shapes import Geometry
 
-SUMMARY = "what would be quantized, or is in a run, saved model or exported file, with sizes (fetches no weights)"
+SUMMARY = "list what is or would be quantized, with sizes (downloads no weights); of an exported file, its metadata"
 RESUMABLE = False
 _RECIPE = "quick"
 

@@ -1,8 +1,8 @@
-"""Start a command as several processes of this machine, as `torchrun --standalone` does, for `--workers N`.
+"""Start a command as several processes on this machine, as `torchrun --standalone` does, for `--workers N`.
 
-torchrun restarts all processes when one of them is killed, and a run goes on where it was. An error that maskaq tells
-is not worth a restart: the process that has it writes its exit code into a file, and all end as if nothing was wrong.
-Those that do not notice, because they wait for it or still make images, are ended after a while.
+torchrun restarts all processes if one of them is killed, and the run resumes. An error that maskaq reports does not
+need a restart: the process writes its exit code into a file, and all processes exit with 0. Those that do not notice,
+because they wait for it or still make images, are terminated after a while.
 """
 
 import logging
@@ -22,16 +22,16 @@ from maskaq.errors import MaskaqError, RankError
 
 _RESTARTS = 3
 _OUTCOME = "MASKAQ_OUTCOME"
-_PATIENCE = 3.0  # seconds for the rank that had an error to write it down, before others take it for killed
-_GRACE = 10.0  # seconds for the others to end by themselves
+_PATIENCE = 3.0  # seconds for the rank with the error to record it, before others assume that it was killed
+_GRACE = 10.0  # seconds for the others to exit by themselves
 
 
 class WorkersError(MaskaqError):
-    """Processes were killed again and again."""
+    """Processes were killed repeatedly."""
 
 
 def launch(words: Sequence[str], workers: int) -> int:
-    """Run `maskaq WORDS` in so many processes; the exit code of the run."""
+    """Run `maskaq WORDS` in several processes; returns the exit code of the run."""
     # Before torch is imported: a store that survives the processes would send new ones to the addresses of dead ones
     # (pytorch/pytorch#167288).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -44,7 +44,7 @@ def launch(words: Sequence[str], workers: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder, "outcome")
         os.environ[_OUTCOME] = str(outcome)  # for the processes
-        logging.disable(logging.WARNING)  # torch tells of every signal, by loggers that have levels of their own
+        logging.disable(logging.WARNING)  # torch logs every signal, with loggers that have their own levels
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -76,7 +76,7 @@ def launch(words: Sequence[str], workers: int) -> int:
 
 @contextmanager
 def _ended_with(outcome: Path) -> Iterator[None]:
-    """Context of a launch that gets SIGTERM when one process has told its error and others have not ended since."""
+    """Context of a launch that gets SIGTERM if processes go on long after one of them has reported an error."""
     over = threading.Event()
 
     def watch() -> None:
@@ -95,7 +95,7 @@ def _ended_with(outcome: Path) -> Iterator[None]:
 
 
 def ended(code: int) -> int:
-    """Record the exit code of an error; the exit code of this process, 0 if torchrun would restart it otherwise."""
+    """Record the exit code of an error; returns that of this process, which is 0 if torchrun would restart it."""
     place = os.environ.get(_OUTCOME)
     if place is None:
         return code

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from maskaq.cli.arguments import Invocation
 from maskaq.errors import MaskaqError, unknown
 
-SUMMARY = "names that other commands take"
+SUMMARY = "list names that other commands take"
 RESUMABLE = False
 
 
@@ -25,7 +25,7 @@ class Arguments:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=tuple(_LISTS))
     parser.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="only these names, such as 'swin*'")
-    parser.add_argument("--family", help="of models: only those of a family, such as eva; says what stays in float")
+    parser.add_argument("--family", help="only models of a family, such as eva; also shows what stays in float")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
@@ -53,14 +53,14 @@ def _models(pattern: str, family: str | None = None) -> Iterator[str]:
     for name in zoo.embedded_names() if family is None else ():
         yield f"{name} (embedded)"
     for name in supported_names(family):
-        if fnmatchcase(name, pattern):  # the weights of all others are not looked up
+        if fnmatchcase(name, pattern):  # do not look up the weights of the others
             yield f"{name}  {_weights_of(name)}"
     for name in hosts.names() if family is None else ():
         yield f"{name}  (give --checkpoint, such as OpenMMLab's)"
 
 
 def _about_family(lines: list[str]) -> str:
-    """What is quantized of the first model listed, and what stays in float; needs its shapes alone."""
+    """What is quantized in the first model listed, and what stays in float; needs only its shapes."""
     from maskaq.models import expose, in_float
     from maskaq.models.load import load_shape
     from maskaq.quant.kinds import layers
@@ -76,7 +76,7 @@ def _about_family(lines: list[str]) -> str:
 
 
 def _weights_of(name: str) -> str:
-    """The tags of timm's weights of an architecture, as NAME.TAG takes them, by what the model is for."""
+    """The tags of timm's weights for an architecture, as in NAME.TAG, grouped by task."""
     from maskaq.models import classifier_tags, pretrained_tags
 
     tags, usable = pretrained_tags(name), classifier_tags(name)
@@ -93,7 +93,7 @@ def _recipes(_: str) -> Iterator[str]:
 
     for name, text in shipped_recipes().items():
         yield _hanging(name, _first_comment(text))
-    yield _hanging("images:DIR", "Real images of a folder: the ceiling, NOT data-free.")
+    yield _hanging("images:DIR", "Real images from a folder, as an upper bound: NOT data-free.")
 
 
 def _first_comment(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line: its commands, exit codes and errors. It and the commands import torch late, so --help is quick."""
+"""The command line: commands, exit codes and errors. torch is imported late, so that --help is fast."""
 
 import argparse
 import io
@@ -42,7 +42,7 @@ class Command(Protocol):
 
     SUMMARY: str
     RESUMABLE: bool
-    """Whether the same command goes on where it was interrupted."""
+    """Whether the same command continues where it was interrupted."""
 
     @property
     def Arguments(self) -> type[Any]:
@@ -52,7 +52,7 @@ class Command(Protocol):
 
     @property
     def run(self) -> Callable[[Any, Invocation], None]:
-        """Imports what it needs when it is called."""
+        """Imports what it needs only when it is called."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -84,7 +84,7 @@ _EXAMPLES = """examples:
   maskaq report runs/deit_t                            an HTML report, in the run folder
   maskaq list keys                                     every setting, for --set key=value
 
-A run continues where it stopped when the same command is given again."""
+Repeat a command to resume an interrupted run."""
 
 
 _HOW_TO_GO_ON = (
@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare_process() -> None:
-    # Threads that spin while they wait take the cores from each other on a busy machine, threads that sleep at once
-    # wake up late thousands of times a step: they spin briefly. Both are read when torch is first imported.
+    # On a busy machine, threads that spin while they wait take the cores from each other; threads that sleep at once
+    # wake up late, thousands of times per step. So they spin briefly. torch reads both when it is first imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -180,15 +180,16 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="maskaq",
-        description="Make a vision transformer small without its training data (MaskAQ).",
+        description="Quantize vision transformers without any training data (MaskAQ).",
         epilog=_EXAMPLES,
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"maskaq {maskaq.__version__}")
     parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        does = command.SUMMARY
-        sub = parsers.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".", formatter_class=raw)
+        summary = command.SUMMARY
+        description = summary[0].upper() + summary[1:] + "."
+        sub = parsers.add_parser(name, help=summary, description=description, formatter_class=raw)
         sub.set_defaults(command=name)
         command.add_arguments(sub)
     return parser

@@ -1,6 +1,6 @@
-"""A command as several processes of this machine that share its work through files, for `maskaq compare --workers N`.
+"""A command as several processes on this machine that share work through files, for `maskaq compare --workers N`.
 
-They are no ranks of torchrun: each does whole rows by itself, and none ends because another one does.
+They are not torchrun ranks: each runs whole rows by itself, and does not end because another one does.
 """
 
 import os
@@ -18,7 +18,7 @@ _SECONDS_TO_END = 20.0  # for a process to save what it has, before it is killed
 
 @dataclass(frozen=True)
 class Process:
-    """A process and what it says."""
+    """A process and its output."""
 
     process: subprocess.Popen[bytes]
     messages: Path
@@ -39,7 +39,7 @@ class Process:
 
 @contextmanager
 def copies(words: Sequence[str], environments: Sequence[dict[str, str]]) -> Iterator[list[Process]]:
-    """Context in which `maskaq WORDS` runs once in each of these environments. What still runs is ended with it."""
+    """Context in which `maskaq WORDS` runs once in each of these environments; at its end, the rest is terminated."""
     started: list[Process] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -68,7 +68,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def environments(count: int, gpus: int) -> list[dict[str, str]]:
-    """This process's environment for each of several: a share of the cores, and a GPU if there is a choice."""
+    """Environments for several processes, each with a share of the cores and, if there are several, a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // count)))}
     own = [{"CUDA_VISIBLE_DEVICES": visible.split(",")[i % gpus]} if gpus > 1 else {} for i in range(count)]
@@ -76,5 +76,5 @@ def environments(count: int, gpus: int) -> list[dict[str, str]]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

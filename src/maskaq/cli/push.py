@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation
 
-SUMMARY = "upload a quantized model with its card to the Hugging Face hub"
+SUMMARY = "upload a quantized model with its card to the Hugging Face Hub"
 RESUMABLE = False
 
 
@@ -19,8 +19,8 @@ class Arguments:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=converters.path, metavar="RUN", help="run folder or saved model")
-    parser.add_argument("repository", metavar="USER/REPO", help="where it goes; made if it is not there")
-    parser.add_argument("--private", action="store_true", help="a new repository is private")
+    parser.add_argument("repository", metavar="USER/REPO", help="repository on the Hub; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:

@@ -7,7 +7,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions, RecipeOptions
 
-SUMMARY = "a model in, a quantized model out: all stages"
+SUMMARY = "quantize a model: all stages"
 RESUMABLE = True
 _RECIPE = "quick"
 
@@ -27,7 +27,7 @@ class Arguments:
     lease: float = 60.0
     part: int | None = None
     only_images: bool = False
-    """Of `synthesize`."""
+    """For `synthesize`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_images_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that decide on the synthetic images."""
+    """Arguments that determine the synthetic images."""
     options.add_model(parser)
     options.add_recipe(parser, _RECIPE)
     parser.add_argument("--out", type=converters.path, metavar="DIR", help="run folder (default: runs/MODEL-BITS)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     options.add_device(parser)
     options.add_plain(parser)
     options.add_workers(parser)

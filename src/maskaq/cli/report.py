@@ -14,7 +14,7 @@ from maskaq.errors import CheckpointError, MaskaqError
 if TYPE_CHECKING:
     import torch
 
-SUMMARY = "an HTML report: images, attention, curves, layers; several runs side by side"
+SUMMARY = "write an HTML report (images, attention, curves, layers), or compare several runs"
 RESUMABLE = False
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--real",
         type=converters.path,
         metavar="DIR",
-        help="labelled real images, one sub-folder per class: measures what Theorem 2 says of synthetic and real ones",
+        help="labelled real images, one sub-folder per class: also measures the quantities of Theorem 2",
     )
     parser.add_argument(
         "--crop-pct", type=converters.share, metavar="X", help="of these images, as in `evaluate` (default: timm's)"

@@ -1,4 +1,4 @@
-"""What the arguments of a command refer to: a recipe, a model, a run folder, a saved model."""
+"""Find what the arguments of a command refer to: a recipe, a model, a run folder, a saved model."""
 
 import ast
 import json
@@ -83,7 +83,7 @@ def source_of(options: ModelOptions, model: nn.Module, command: str) -> dict[str
 
 
 def shape_of(options: ModelOptions) -> nn.Module:
-    """The full-precision model for its shapes: with the weights of a file if one is given, else without any."""
+    """The full-precision model for its shapes: with the weights of a file if one is given, else without weights."""
     if options.checkpoint is not None:
         return model_of(options)
     return load_shape(options.model, timm_args(options), options.mean, options.std, options.task)
@@ -112,7 +112,7 @@ def full_precision(options: ModelOptions, load: Callable[[ModelOptions], nn.Modu
 
 
 def is_of_transformers(folder: str | Path) -> bool:
-    """Whether a folder's config names a kind of model, and not ours."""
+    """Whether a folder's config is that of a transformers model."""
     try:
         config = json.loads((Path(folder) / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -121,7 +121,7 @@ def is_of_transformers(folder: str | Path) -> bool:
 
 
 def opened_run(folder: str, checkpoint: str | None) -> OpenedRun:
-    """Open a run, with its weights file at the place given by the user; a file with other weights fails early."""
+    """Open a run, with the weights file that the user gave; a file with other weights fails early."""
     opened = with_checkpoint(open_run(folder), checkpoint)
     if checkpoint is not None:
         opened.teacher()
@@ -144,7 +144,7 @@ def quantized_model(options: ModelOptions) -> nn.Module:
 
 
 def deployed_model(folder: Path, count: int) -> tuple[Any, Tensor]:
-    """The quantized model of a run or a saved one, and images for verifying what is exported from it."""
+    """The quantized model of a run or a saved model, and images for verifying its exported file."""
     if is_pretrained(folder):  # without a run there are no synthetic images: noise tells codes apart as well
         model = from_pretrained(folder)
         return model, noise(model, count, seed=0)
@@ -154,7 +154,7 @@ def deployed_model(folder: Path, count: int) -> tuple[Any, Tensor]:
 
 
 def first_given(options: ModelOptions) -> str:
-    """The first option of a model's name that was given; empty if none was."""
+    """The first given option that applies only to a model's name; empty if there is none."""
     values: dict[str, object] = {"--model-arg": options.model_arg or None, "--img-size": options.img_size}
     values |= {"--mean": options.mean, "--std": options.std, "--task": options.task}
     return next((option for option, value in values.items() if value is not None), "")

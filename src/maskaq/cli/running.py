@@ -34,7 +34,7 @@ class Request:
     name: str
     model: nn.Module
     source: dict[str, Any]
-    """What the model is, as `maskaq.runs.quantize.quantize` writes it down."""
+    """Where the model comes from, as `maskaq.runs.quantize.quantize` records it."""
     recipe: Recipe
     out: str
     seed: int
@@ -80,7 +80,7 @@ def carry_out(request: Request, console: Console) -> None:
 
 
 def _checked_teacher(request: Request) -> nn.Module:
-    """The exposed model; what the run would refuse fails here, before its plan is shown."""
+    """The exposed model; a model or folder that the run would refuse fails here, before the plan is shown."""
     teacher = expose(request.model)
     refuse_zero_weights(teacher)
     RunFolder.check(request.out, identity(request.model, request.recipe, request.seed), up_to_date_identity)

@@ -8,7 +8,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation
 
-SUMMARY = "how far a run is, who works on it, and how long it will take"
+SUMMARY = "show the progress of a run, its workers and the time left"
 RESUMABLE = False
 
 

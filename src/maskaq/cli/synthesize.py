@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from maskaq.cli import quantize
 from maskaq.cli.arguments import DataOptions, Invocation, ModelOptions, RecipeOptions
 
-SUMMARY = "only the synthetic images of the first round (`quantize` or `calibrate` goes on)"
+SUMMARY = "make only the synthetic images of the first round (`quantize` or `calibrate` continues)"
 RESUMABLE = True
 
 

@@ -7,7 +7,7 @@ from maskaq.cli import arguments as options
 from maskaq.cli import converters
 from maskaq.cli.arguments import Invocation
 
-SUMMARY = "help another process with its run: make images for it, on any machine that sees its folder"
+SUMMARY = "make images for a run that another process leads, on any machine that can access its folder"
 RESUMABLE = True
 
 
@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=converters.seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long to wait for a run that has not begun, or that nobody leads and that has no work (default: 60)",
+        help="how long to wait for a run that has not begun, or that has neither a leader nor work (default: 60)",
     )
     parser.add_argument(
         "--any-device",
         action="store_true",
-        help="help from another kind of device, too; its images differ in their last bits",
+        help="work on another kind of device too; its images differ in their last bits",
     )
 
 

@@ -1,4 +1,4 @@
-"""The ceiling test: real images from a folder in place of synthetic ones. A run with them is NOT data-free."""
+"""Real images from a folder in place of synthetic ones, as an upper bound. A run with them is NOT data-free."""
 
 import hashlib
 from functools import cached_property

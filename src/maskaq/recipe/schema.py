@@ -488,7 +488,7 @@ class Recipe(_Table, path=""):
     @property
     def caveat(self) -> str:
         """A warning to show beside every result if real images were used, else an empty string."""
-        return "" if self.data_free else f"REAL images of {self.synthesis.folder}: a ceiling, NOT data-free"
+        return "" if self.data_free else f"REAL images of {self.synthesis.folder}: an upper bound, NOT data-free"
 
     @property
     def stages(self) -> dict[str, range]:

@@ -135,7 +135,7 @@ def lead(record: Record) -> str:
         "synthetic": f"made from {images} images synthesised from the model itself: no real image was used.",
         "noise": f"made from {images} images of Gaussian noise: no real image was used.",
         "dead_leaves": f"made from {images} images of random shapes (dead leaves): no real image was used.",
-        "real": f"calibrated on {images} REAL images of {folder}: a ceiling for the method, NOT data-free.",
+        "real": f"calibrated on {images} REAL images of {folder}: an upper bound for the method, NOT data-free.",
     }[record.kind]
 
 

@@ -500,20 +500,36 @@ def test_superposed_latents_are_shares_of_several_classes():
     assert torch.equal(training.model.table, pair(recipe)[0].head.weight)  # a latent vector for each class
 
 
+class Counted(Progress):
+    """Stage -> units done, units of all, and how often it advanced."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        self.title = title
+        self.seen[title] = [0, total, 0]
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        self.seen[self.title][0] += units
+        self.seen[self.title][2] += units > 0
+
+
 def test_a_generators_training_is_a_stage_that_advances_with_every_step():
-    seen: dict[str, list[int]] = {}
+    recipe, progress = tiny("gdfq"), Counted()
+    GeneratedImages(*pair(recipe), recipe, progress=progress)(torch.arange(4))
+    assert list(progress.seen) == ["train the generator", "generate"]
+    assert progress.seen["train the generator"] == [3, 3, 3] and progress.seen["generate"][:2] == [4, 4]
 
-    class Counted(Progress):
-        def stage(self, title: str, total: int, done: int = 0) -> None:
-            self.title = title
-            seen[title] = [0, total]
 
-        def advance(self, units: int = 1, **metrics: float) -> None:
-            seen[self.title][0] += units
-
-    recipe = tiny("gdfq")
-    GeneratedImages(*pair(recipe), recipe, progress=Counted())(torch.arange(4))
-    assert seen == {"train the generator": [3, 3], "generate": [4, 4]}
+def test_stages_without_gradients_advance_layer_by_layer_and_end_at_all(tmp_path):
+    recipe = tiny("aphq-vit", "calibration.stages=relu,reparametrize,search,evolve,correct", "synthesis.images=8")
+    progress = Counted()
+    quantize(tiny_vit(), recipe, tmp_path, progress=progress, report=False)
+    stages = {title.split(",")[0]: found for title, found in progress.seen.items()}
+    for stage, parts in (("relu", 2), ("reparametrize", 4), ("search", 8), ("evolve", 2), ("correct", 2)):
+        done, total, often = stages[stage]
+        assert done == total and often == min(parts, total), stage
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)

@@ -35,7 +35,7 @@ class Reparametrizer(GradientFree):
         if reason:
             self.progress.note(f"not reparametrized: {reason}")
         inputs = float_inputs(self.student, images, {reader.layers[0] for reader in readers})
-        for reader in readers:
+        for reader in self.each(readers):
             self._fold(reader, inputs[reader.layers[0]][0])
         return {"layers": float(sum(len(reader.layers) for reader in readers))}
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.ranges import RANGES, affine
-from maskaq.quant.twin import float_inputs, in_float, init_ranges_
+from maskaq.quant.twin import float_inputs, in_float, init_ranges_, quantizers, set_activation_ranges_
 from maskaq.randomness import image_keys
 from maskaq.recipe.schema import load_recipe, shipped_recipes
 from maskaq.runs.quantize import noise, quantize
@@ -335,10 +336,30 @@ def test_mlps_with_relu_learn_what_the_models_own_give(build):
         quantize(build(), load_recipe("paper", "calibration.stages=relu"), "nowhere")
 
 
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_after_reparametrizing_the_other_ranges_are_those_behind_quantized_layers(build):
+    teacher, student, images, recipe = student_of(build, *STATIC, "quantization.range_inputs=quantized")
+    Reparametrizer(teacher, student, recipe).fit(images, 0)
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    folded = [student.get_submodule(name) for reader in norm_readers(teacher)[0] for name in reader.layers]
+    quantizers_of_folded = {layer.input_quantizer for layer in folded}
+    set_activation_ranges_(student, images, recipe.quantization, keep=quantizers_of_folded)
+    torch.testing.assert_close(student.state_dict(), before)
+    set_activation_ranges_(student, images, replace(recipe.quantization, range_inputs="float"), keep=())
+    changed = [q.site.name for q in quantizers(student).values() if not torch.equal(q.scale, before[scale_of(q)])]
+    assert len(changed) > 10
+
+
+def scale_of(quantizer: Quantizer) -> str:
+    name, slot = quantizer.site.layer, quantizer.site.slot
+    return f"{name}.{slot}_quantizer.scale"
+
+
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
 @pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
-def test_searching_never_makes_the_output_of_a_layer_worse(build):
+def test_searching_never_makes_the_output_of_a_layer_worse(build, inputs):
     rule = 'quantization.rule={match="*.av.a", quantizer="log"}'
-    teacher, student, images, recipe = student_of(build, *STATIC, rule)
+    teacher, student, images, recipe = student_of(build, *STATIC, rule, f"quantization.range_inputs={inputs}")
     before = {name: value.clone() for name, value in student.state_dict().items()}
     figures = Searcher(teacher, student, recipe).fit(images, 0)
     assert figures["error"] < figures["error_before"]

@@ -17,7 +17,7 @@ from maskaq.quant import grid
 from maskaq.quant.kinds import layers
 from maskaq.quant.quantizers import Log, MinMax, Quantizer
 from maskaq.quant.ranges import OCTAVES
-from maskaq.quant.twin import float_inputs, in_float, layer_inputs
+from maskaq.quant.twin import float_inputs, in_float
 
 ROUNDS = 3
 COARSE = [0.3 + 0.06 * n for n in range(16)]  # 0.3 to 1.2
@@ -27,7 +27,7 @@ _WINDOWS = 64  # of a product
 
 
 class Searcher(GradientFree):
-    """The stage that searches the ranges of every quantized layer, on the inputs that the recipe finds ranges on."""
+    """The stage that searches the ranges of every quantized layer, on the inputs it has in the float model."""
 
     name = "search"
 
@@ -48,9 +48,8 @@ class Searcher(GradientFree):
         return {"error_before": before, "error": after}
 
     def _operands(self, name: str, module: nn.Module, images: Tensor) -> list[Tensor]:
-        """Some rows of what the layer reads."""
-        inputs = float_inputs if self.scheme.range_inputs == "float" else layer_inputs
-        joined = inputs(self.student, images, [name])[name]
+        """Some rows of what the layer reads in the float model."""
+        joined = float_inputs(self.student, images, [name])[name]
         if isinstance(module, Matmul):
             stride = -(-len(joined[0]) // _WINDOWS)
             return [x[::stride] for x in joined]

@@ -138,8 +138,8 @@ def in_float(student: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def layer_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch: int = 32) -> dict[str, list[Tensor]]:
-    """Layer -> each of its inputs for all images, in the student as it is."""
+def float_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch: int = 32) -> dict[str, list[Tensor]]:
+    """Layer -> each of its inputs for all images, while nothing is quantized."""
     seen: dict[str, list[list[Tensor]]] = {name: [] for name in names}
 
     def listener(name: str) -> Any:
@@ -147,18 +147,13 @@ def layer_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch
 
     handles = [student.get_submodule(name).register_forward_pre_hook(listener(name)) for name in seen]
     try:
-        for part in images.split(batch):
-            student(part)
+        with in_float(student):
+            for part in images.split(batch):
+                student(part)
     finally:
         for handle in handles:
             handle.remove()
     return {name: [torch.cat(parts) for parts in zip(*calls, strict=True)] for name, calls in seen.items()}
-
-
-def float_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch: int = 32) -> dict[str, list[Tensor]]:
-    """Layer -> each of its inputs for all images, while nothing is quantized."""
-    with in_float(student):
-        return layer_inputs(student, images, names, batch)
 
 
 @torch.no_grad()

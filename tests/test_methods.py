@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from maskaq.models.taps import taps
 from maskaq.progress import Progress
 from maskaq.quant.quantizers import Quantizer
 from maskaq.quant.ranges import RANGES, affine
-from maskaq.quant.twin import float_inputs, in_float, init_ranges_
+from maskaq.quant.twin import float_inputs, in_float, init_ranges_, quantizers, set_activation_ranges_
 from maskaq.randomness import image_keys
 from maskaq.recipe.schema import load_recipe, shipped_recipes
 from maskaq.runs.quantize import noise, quantize
@@ -335,6 +336,25 @@ def test_mlps_with_relu_learn_what_the_models_own_give(build):
         quantize(build(), load_recipe("paper", "calibration.stages=relu"), "nowhere")
 
 
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_after_reparametrizing_the_other_ranges_are_those_behind_quantized_layers(build):
+    teacher, student, images, recipe = student_of(build, *STATIC, "quantization.range_inputs=quantized")
+    Reparametrizer(teacher, student, recipe).fit(images, 0)
+    before = {name: value.clone() for name, value in student.state_dict().items()}
+    folded = [student.get_submodule(name) for reader in norm_readers(teacher)[0] for name in reader.layers]
+    quantizers_of_folded = {layer.input_quantizer for layer in folded}
+    set_activation_ranges_(student, images, recipe.quantization, keep=quantizers_of_folded)
+    torch.testing.assert_close(student.state_dict(), before)
+    set_activation_ranges_(student, images, replace(recipe.quantization, range_inputs="float"), keep=())
+    changed = [q.site.name for q in quantizers(student).values() if not torch.equal(q.scale, before[scale_of(q)])]
+    assert len(changed) > 10
+
+
+def scale_of(quantizer: Quantizer) -> str:
+    name, slot = quantizer.site.layer, quantizer.site.slot
+    return f"{name}.{slot}_quantizer.scale"
+
+
 @pytest.mark.parametrize("build", mostly_slow(BUILDS, "vit"))
 def test_searching_never_makes_the_output_of_a_layer_worse(build):
     rule = 'quantization.rule={match="*.av.a", quantizer="log"}'
@@ -500,20 +520,36 @@ def test_superposed_latents_are_shares_of_several_classes():
     assert torch.equal(training.model.table, pair(recipe)[0].head.weight)  # a latent vector for each class
 
 
+class Counted(Progress):
+    """Stage -> units done, units of all, and how often it advanced."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def stage(self, title: str, total: int, done: int = 0) -> None:
+        self.title = title
+        self.seen[title] = [0, total, 0]
+
+    def advance(self, units: int = 1, **metrics: float) -> None:
+        self.seen[self.title][0] += units
+        self.seen[self.title][2] += units > 0
+
+
 def test_a_generators_training_is_a_stage_that_advances_with_every_step():
-    seen: dict[str, list[int]] = {}
+    recipe, progress = tiny("gdfq"), Counted()
+    GeneratedImages(*pair(recipe), recipe, progress=progress)(torch.arange(4))
+    assert list(progress.seen) == ["train the generator", "generate"]
+    assert progress.seen["train the generator"] == [3, 3, 3] and progress.seen["generate"][:2] == [4, 4]
 
-    class Counted(Progress):
-        def stage(self, title: str, total: int, done: int = 0) -> None:
-            self.title = title
-            seen[title] = [0, total]
 
-        def advance(self, units: int = 1, **metrics: float) -> None:
-            seen[self.title][0] += units
-
-    recipe = tiny("gdfq")
-    GeneratedImages(*pair(recipe), recipe, progress=Counted())(torch.arange(4))
-    assert seen == {"train the generator": [3, 3], "generate": [4, 4]}
+def test_stages_without_gradients_advance_layer_by_layer_and_end_at_all(tmp_path):
+    recipe = tiny("aphq-vit", "calibration.stages=relu,reparametrize,search,evolve,correct", "synthesis.images=8")
+    progress = Counted()
+    quantize(tiny_vit(), recipe, tmp_path, progress=progress, report=False)
+    stages = {title.split(",")[0]: found for title, found in progress.seen.items()}
+    for stage, parts in (("relu", 2), ("reparametrize", 4), ("search", 8), ("evolve", 2), ("correct", 2)):
+        done, total, often = stages[stage]
+        assert done == total and often == min(parts, total), stage
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)

@@ -296,6 +296,41 @@ def test_ranges_come_from_float_values_of_these_images():
     torch.testing.assert_close(student.head.input_quantizer.scale, span[None] / 3)
 
 
+@pytest.mark.parametrize("build", [plain_vit, plain_swin], ids=["vit", "swin"])
+def test_ranges_behind_quantized_layers_equal_the_loop_over_sites_in_order(build):
+    scheme = Quantization(bits="w3a3", activation="static", activation_range="mse", range_inputs="quantized")
+    teacher = expose(build())
+    student, images = quantized_twin(teacher, scheme), pictures(teacher, 4)
+    init_ranges_(student, images, scheme)
+    wanted = quantized_twin(teacher, scheme)
+    init_ranges_(wanted, images, replace(scheme, range_inputs="float"))
+    order, seen = [], {}
+
+    def listen(name):
+        def hook(module, inputs):
+            if name not in seen:
+                order.append(name)
+            seen[name] = inputs[0]
+
+        return hook
+
+    sites = {name: q for name, q in quantizers(wanted).items() if q.site.role == "activation"}
+    for name, q in sites.items():
+        q.register_forward_pre_hook(listen(name))
+    with torch.no_grad():
+        wanted(images)
+        for name in order:  # those before it have their last ranges
+            wanted(images)
+            sites[name].set_range(sites[name].sample(seen[name], 1 << 14), "mse")
+    found = quantizers(student)
+    assert len(order) == len(sites) > 10
+    for name, q in sites.items():
+        torch.testing.assert_close(found[name].scale, q.scale, msg=name)
+        torch.testing.assert_close(found[name].zero_point, q.zero_point, msg=name)
+    in_float = pair(build, bits="w3a3", activation="static", activation_range="mse")[1]
+    assert not torch.equal(quantizers(in_float)[order[-1]].scale, sites[order[-1]].scale)
+
+
 def test_ranges_do_not_change_with_what_passes_later():
     _, student, images = pair(activation="lsq")
     before = digest(student)

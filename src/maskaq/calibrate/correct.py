@@ -29,7 +29,7 @@ class Corrector(GradientFree):
         writers = dict(writer for stream in streams for writer in stream.writers)
         rows = {block: row for row, block in enumerate(self.geometry.blocks)}
         corrected = 0
-        for block, row in rows.items():
+        for block, row in self.each([*rows.items()]):
             last = [name for name in writers if name.startswith(f"{block}.")][-1]
             layer: Any = self.student.get_submodule(last)
             if layer.bias is None:

@@ -34,7 +34,7 @@ class Evolver(GradientFree):
     @torch.no_grad()
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
         loss = 0.0
-        for place in reversed(range(len(self.blocks))):
+        for place in self.each(range(len(self.blocks))[::-1]):
             loss = self._evolve(images, place, epoch)
         return {"fitness": loss}
 

@@ -39,11 +39,11 @@ class Rectifier(GradientFree):
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
         own = self.recipe.calibration.relu
         device = next(self.teacher.parameters()).device
-        pixels = to_pixels(data.images[: own.images].to(device))
-        errors = [self._fit(name, self.geometry.normalise(pixels)) for name in gelu_mlps(self.teacher)]
+        images = self.geometry.normalise(to_pixels(data.images[: own.images].to(device)))
+        self._left = len(data)
+        errors = [self._fit(name, images) for name in self.each(gelu_mlps(self.teacher))]
         set_weight_ranges_(self.student, self.scheme)
         init_ranges_(self.student, range_images(self.teacher, data, self.recipe), self.scheme)
-        self.progress.advance(len(data))
         before, after = (sum(found) / len(errors) for found in zip(*errors, strict=True))
         return {"error_before": before, "error": after}
 

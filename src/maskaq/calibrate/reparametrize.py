@@ -6,7 +6,8 @@ one scale and zero point for the whole tensor are left, with the codes that the 
 
     r = s_c / s,  b = (z - z_c) s;   norm: weight / r, bias / r - b;   layer: W r, bias + (W r) b
 
-The float model computes the same as before.
+The float model computes the same as before. Where a recipe finds ranges behind quantized layers (`range_inputs`), those
+of all other activations are found anew, as what they were found behind has changed.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from maskaq.models import geometry, streams_of
 from maskaq.models.structure import Reader
 from maskaq.quant import ranges
 from maskaq.quant.quantizers import Quantizer
-from maskaq.quant.twin import float_inputs
+from maskaq.quant.twin import float_inputs, set_activation_ranges_
 
 _VALUES = 1 << 12  # of each channel
 
@@ -35,8 +36,11 @@ class Reparametrizer(GradientFree):
         if reason:
             self.progress.note(f"not reparametrized: {reason}")
         inputs = float_inputs(self.student, images, {reader.layers[0] for reader in readers})
-        for reader in readers:
+        for reader in self.each(readers):
             self._fold(reader, inputs[reader.layers[0]][0])
+        if self.scheme.range_inputs == "quantized":
+            folded = {self.student.get_submodule(name).input_quantizer for reader in readers for name in reader.layers}
+            set_activation_ranges_(self.student, images, self.scheme, keep=folded)  # type: ignore[arg-type]
         return {"layers": float(sum(len(reader.layers) for reader in readers))}
 
     def _fold(self, reader: Reader, values: Tensor) -> None:

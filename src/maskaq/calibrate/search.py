@@ -34,7 +34,7 @@ class Searcher(GradientFree):
     @torch.no_grad()
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
         before = after = 0.0
-        for name, (module, _) in layers(self.student).items():
+        for name, (module, _) in self.each([*layers(self.student).items()]):
             parts = [part for part in module.children() if isinstance(part, Quantizer)]
             if not parts:
                 continue

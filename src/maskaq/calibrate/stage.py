@@ -1,6 +1,7 @@
 """A stage of a run: something that fits the student to the teacher on images, epoch by epoch."""
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,6 +12,8 @@ from maskaq.images.stored import range_images
 from maskaq.models import geometry
 from maskaq.progress import Progress
 from maskaq.recipe.schema import Recipe
+
+_T = TypeVar("_T")
 
 
 class Stage(Protocol):
@@ -62,11 +65,21 @@ class GradientFree:
         self.seed = seed
         self.progress = progress or Progress()
         self.geometry = geometry(teacher)
+        self._left = 0  # of an epoch's progress, which is counted in images
 
     def epoch(self, data: SyntheticSet, epoch: int) -> dict[str, float]:
+        self._left = len(data)
         found = self.fit(range_images(self.teacher, data, self.recipe), epoch)
-        self.progress.advance(len(data))
+        self.progress.advance(self._left)
         return found
+
+    def each(self, parts: Sequence[_T]) -> Iterator[_T]:
+        """The parts of an epoch's work, one after another: progress advances with each."""
+        for number, part in enumerate(parts):
+            yield part
+            share = self._left // (len(parts) - number)
+            self._left -= share
+            self.progress.advance(share)
 
     def fit(self, images: Tensor, epoch: int) -> dict[str, float]:
         """Change the student; the figures that the event log records."""

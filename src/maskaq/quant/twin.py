@@ -1,9 +1,9 @@
 """The quantized twin Q of a teacher P: same modules under the same names, with quantizers at every linear map."""
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,26 +56,45 @@ def quantizers(student: nn.Module) -> dict[str, Quantizer]:
 
 @torch.no_grad()
 def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch: int = 32) -> None:
-    """Set the range of every quantizer: weights from themselves, activations from what these images give in float.
+    """Set the range of every quantizer: weights from themselves, activations from what these images give.
 
     Weights that have a range keep it: called again with better images, this resets only the activations.
     """
-    activations = [q for q in quantizers(student).values() if q.site.role == "activation"]
     for module in student.modules():
         quantizer = module.weight_quantizer if isinstance(module, QuantWeightMixin) else None
         if isinstance(quantizer, Quantizer) and not quantizer.ready:
             quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)  # type: ignore[arg-type]
-    try:
-        for q in activations:
-            q.observed = []
-        with holding({m: m.weight.detach() for m in student.modules() if isinstance(m, QuantWeightMixin)}):
+    set_activation_ranges_(student, images, scheme, batch)
+
+
+@torch.no_grad()
+def set_activation_ranges_(
+    student: nn.Module, images: Tensor, scheme: Quantization, batch: int = 32, keep: Collection[Quantizer] = ()
+) -> None:
+    """Find the range of every activation, except those to keep: in the float model, or behind quantized layers."""
+    found = [q for q in quantizers(student).values() if q.site.role == "activation" and q not in keep]
+
+    def in_order(quantizer: Any, inputs: Any, output: Tensor) -> Tensor:
+        """At once, so that the layers behind see it quantized."""
+        quantizer.set_observed_range(scheme.percentile)
+        return cast(Tensor, quantizer.fake_quantize(inputs[0]))
+
+    with ExitStack() as stack:
+        if scheme.range_inputs == "quantized":
+            for q in found:
+                stack.enter_context(q.register_forward_hook(in_order))
+        else:
+            stack.enter_context(in_float(student))
+        try:
+            for q in found:
+                q.observed = []
             for part in images.split(batch):
                 student(part)
-        for q in activations:
-            q.set_observed_range(scheme.percentile)
-    finally:
-        for q in activations:
-            q.observed = None
+            for q in found:
+                q.set_observed_range(scheme.percentile)
+        finally:
+            for q in found:
+                q.observed = None
 
 
 @contextmanager

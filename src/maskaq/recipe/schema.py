@@ -160,6 +160,12 @@ class Quantization(_Table, path="quantization"):
         high=1.0,
     )
     range_images: int = setting(32, "images that the first activation ranges are found on", low=1)
+    range_inputs: str = setting(
+        "float",
+        "what ranges are found on: the activations of the float model; or quantized, those behind quantized layers, "
+        "layer after layer",
+        choices=("float", "quantized"),
+    )
     first_last: str = setting(
         "same",
         "bits of the patch embedding's weights and of the classifier: same as all, 8, or float",

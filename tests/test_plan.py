@@ -291,7 +291,7 @@ def test_a_rule_that_sets_the_base_width_fixes_it_and_an_average_out_of_reach_is
 
 def test_a_plan_of_another_model_is_refused():
     plan = build_plan(expose(tiny_swin()), Quantization())
-    with pytest.raises(MaskaqError, match="sites that this model has not"):
+    with pytest.raises(MaskaqError, match="sites that this model does not have"):
         quantized_twin(expose(tiny_vit()), Quantization(), plan)
 
 

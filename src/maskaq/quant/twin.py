@@ -19,10 +19,10 @@ from maskaq.recipe.schema import Quantization
 
 
 def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | None = None) -> nn.Module:
-    """A quantized copy of an exposed model. Its ranges are not set yet: `init_ranges_` does that.
+    """A quantized copy of an exposed model. Its ranges are not set yet; `init_ranges_` sets them.
 
     Args:
-        plan: what is quantized and how; by default what the scheme says.
+        plan: what is quantized and how; by default as the scheme says.
     """
     refuse_quantized(teacher)
     plan = build_plan(teacher, scheme) if plan is None else plan
@@ -31,7 +31,7 @@ def quantized_twin(teacher: nn.Module, scheme: Quantization, plan: QuantPlan | N
         put_relu_(twin)
     known = {f"{name}.{slot}" for name, (_, kind) in layers(twin).items() for slot in kind.slots}
     if odd := plan.sites.keys() - known:
-        raise ModelError(f"the plan has {len(odd)} sites that this model has not, {min(odd)!r} first")
+        raise ModelError(f"the plan has {len(odd)} sites that this model does not have, {min(odd)!r} first")
     for name, (module, kind) in layers(twin).items():
         sites = (plan.get(name, slot) for slot in kind.slots)
         parts = (nn.Identity() if site is None else make_quantizer(site.quantizer, site) for site in sites)
@@ -60,10 +60,7 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
 
     Weights that have a range keep it: called again with better images, this resets only the activations.
     """
-    for module in student.modules():
-        quantizer = module.weight_quantizer if isinstance(module, QuantWeightMixin) else None
-        if isinstance(quantizer, Quantizer) and not quantizer.ready:
-            quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)  # type: ignore[arg-type]
+    set_weight_ranges_(student, scheme, only_unset=True)
     set_activation_ranges_(student, images, scheme, batch)
 
 
@@ -71,11 +68,11 @@ def init_ranges_(student: nn.Module, images: Tensor, scheme: Quantization, batch
 def set_activation_ranges_(
     student: nn.Module, images: Tensor, scheme: Quantization, batch: int = 32, keep: Collection[Quantizer] = ()
 ) -> None:
-    """Find the range of every activation, except those to keep: in the float model, or behind quantized layers."""
+    """Find the range of every activation except those to keep, in the float model or behind quantized layers."""
     found = [q for q in quantizers(student).values() if q.site.role == "activation" and q not in keep]
 
     def in_order(quantizer: Any, inputs: Any, output: Tensor) -> Tensor:
-        """At once, so that the layers behind see it quantized."""
+        """Set the range at once, so that later layers see quantized values."""
         quantizer.set_observed_range(scheme.percentile)
         return cast(Tensor, quantizer.fake_quantize(inputs[0]))
 
@@ -126,7 +123,7 @@ def frozen(student: nn.Module, weight_cache: dict[nn.Module, Tensor] | None = No
 
 @contextmanager
 def in_float(student: nn.Module) -> Iterator[None]:
-    """Nothing is quantized: the float model that the student's weights are now."""
+    """Context in which nothing is quantized: the float model with the student's current weights."""
     before = {quantizer: quantizer.drop for quantizer in quantizers(student).values()}
     try:
         for quantizer in before:
@@ -157,9 +154,10 @@ def float_inputs(student: nn.Module, images: Tensor, names: Iterable[str], batch
 
 
 @torch.no_grad()
-def set_weight_ranges_(student: nn.Module, scheme: Quantization) -> None:
-    """Find the range of every weight anew, whether it has one or not."""
+def set_weight_ranges_(student: nn.Module, scheme: Quantization, only_unset: bool = False) -> None:
+    """Find the range of every weight, or only of those that have none yet."""
     for module in student.modules():
         if isinstance(module, QuantWeightMixin) and isinstance(module.weight_quantizer, Quantizer):
             quantizer = module.weight_quantizer
-            quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)
+            if not (only_unset and quantizer.ready):
+                quantizer.set_range(module.weight, quantizer.site.range, scheme.percentile)

@@ -105,14 +105,7 @@ def add_timm(parser: argparse.ArgumentParser) -> None:
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """What the architecture of a model depends on besides its name."""
-    parser.add_argument(
-        "--model-arg",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="argument for timm, e.g. num_classes=10",
-    )
+    _add_pairs(parser, "--model-arg", "argument for timm, e.g. num_classes=10")
     parser.add_argument(
         "--img-size",
         type=converters.image_size,
@@ -156,14 +149,11 @@ def add_recipe(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="override a recipe key (`maskaq list keys`)",
-    )
+    _add_pairs(parser, "--set", "override a recipe key (`maskaq list keys`)")
+
+
+def _add_pairs(parser: argparse.ArgumentParser, option: str, words: str) -> None:
+    parser.add_argument(option, metavar="KEY=VALUE", nargs="+", action="extend", default=[], help=words)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -510,6 +510,14 @@ def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be()
     assert "no refresh\n" in plan("refresh.every=0")
 
 
+def test_the_plan_says_how_images_are_made():
+    assert "from noise, x 4 steps" in plan("synthesis.steps=4")
+    still = plan("synthesis.steps=0", "refresh.every=0")
+    assert "not optimised" in still and "steps" not in still
+    generated = plan("synthesis.steps=0", "refresh.every=0", "synthesis.generator.steps=70")
+    assert "generator trained for 70 steps" in generated and "noise" not in generated
+
+
 @pytest.mark.parametrize(
     ("top1", "words"),
     [

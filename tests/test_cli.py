@@ -782,6 +782,11 @@ def test_a_command_that_cannot_be_parsed_exits_with_2_and_shows_the_usage(call, 
     assert code == 2 and not out and err.startswith("usage: maskaq") and words in err and "Traceback" not in err
 
 
+def test_an_option_that_a_command_does_not_have_is_answered_with_those_it_has(call):
+    code, _, err = call("demo", "--data", "scenes:20")
+    assert code == 2 and err.startswith("usage: maskaq demo") and "--bits" in err and "--data scenes:20" in err
+
+
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_cannot_be_written_is_named(call, files, tmp_path, monkeypatch, number):
     def refuse(*_, **__):  # for root nothing is read-only, so it is played

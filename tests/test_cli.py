@@ -510,6 +510,14 @@ def test_the_plan_names_sizes_that_are_not_zero_and_a_refresh_that_will_not_be()
     assert "no refresh\n" in plan("refresh.every=0")
 
 
+def test_the_plan_says_how_images_are_made():
+    assert "from noise, x 4 steps" in plan("synthesis.steps=4")
+    still = plan("synthesis.steps=0", "refresh.every=0")
+    assert "not optimised" in still and "steps" not in still
+    generated = plan("synthesis.steps=0", "refresh.every=0", "synthesis.generator.steps=70")
+    assert "generator trained for 70 steps" in generated and "noise" not in generated
+
+
 @pytest.mark.parametrize(
     ("top1", "words"),
     [
@@ -772,6 +780,11 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(call, files,
 def test_a_command_that_cannot_be_parsed_exits_with_2_and_shows_the_usage(call, argv, words):
     code, out, err = call(*argv)
     assert code == 2 and not out and err.startswith("usage: maskaq") and words in err and "Traceback" not in err
+
+
+def test_an_option_that_a_command_does_not_have_is_answered_with_those_it_has(call):
+    code, _, err = call("demo", "--data", "scenes:20")
+    assert code == 2 and err.startswith("usage: maskaq demo") and "--bits" in err and "--data scenes:20" in err
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])

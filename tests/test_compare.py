@@ -18,7 +18,7 @@ from test_methods import METHODS
 
 from maskaq.cli import main as cli
 from maskaq.cli.processes import copies, environments
-from maskaq.errors import BusyError, DataError, RecipeError, RunFolderError
+from maskaq.errors import BusyError, CalibrationError, DataError, RecipeError, RunFolderError
 from maskaq.images.filtering import Score, chosen, score_images
 from maskaq.models import expose, geometry
 from maskaq.recipe.schema import load_recipe
@@ -240,15 +240,13 @@ def test_a_comparison_refuses_torchrun(tmp_path, monkeypatch):
         comparison(tmp_path, rows("paper"))
 
 
+def _diverges(*args, **kwargs):
+    raise CalibrationError("the loss became NaN")
+
+
 def test_a_row_that_diverges_is_a_line_that_says_so_and_is_tried_again(tmp_path, monkeypatch):
-    from maskaq.errors import CalibrationError
-
     real = compare.quantize
-
-    def diverges(*args, **kwargs):
-        raise CalibrationError("the loss became NaN")
-
-    monkeypatch.setattr(compare, "quantize", diverges)
+    monkeypatch.setattr(compare, "quantize", _diverges)
     (line,) = comparison(tmp_path, rows("paper")).run()
     assert line.failed == "the loss became NaN" and entries([line])[0].failed
     monkeypatch.setattr(compare, "quantize", real)
@@ -285,6 +283,29 @@ def test_a_process_that_fails_says_why_and_none_outlives_the_command():
     with pytest.raises(KeyboardInterrupt), copies(["bench", "cifar10_vit"], [dict(os.environ)]) as started:
         raise KeyboardInterrupt
     assert not started[0].is_running
+
+
+def test_processes_are_started_only_for_rows_that_are_left(tmp_path, monkeypatch):
+    done = rows("paper")
+    list(comparison(tmp_path, done).run())
+    assert not comparison(tmp_path, done).is_left()
+    assert comparison(tmp_path, done, folders=("a", "bb")).is_left(again=False)  # to measure
+    assert comparison(tmp_path, rows("mimiq")).is_left(again=False)  # beside rows of other recipes
+    monkeypatch.setattr(compare, "quantize", _diverges)
+    list(comparison(tmp_path, rows("noise")).run())
+    failed = comparison(tmp_path, rows("noise"))
+    assert failed.is_left() and not failed.is_left(again=False)
+
+
+def test_a_table_with_other_settings_is_refused_before_processes_are_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("maskaq.cli.compare.copies", None)  # none is started
+    words = ["compare", "cifar10_vit", "--recipes", "noise", "--workers", "2", "--out", str(tmp_path), "--set", *SMALL]
+    model, (row,) = _model_and_rows(["noise"])
+    list(Comparison(tmp_path, model, [row], source={"name": "cifar10_vit"}).run())
+    assert cli.main(words) == 0  # the tables again
+    (tmp_path / "compare.md").unlink()
+    assert cli.main([*words, "synthesis.images=9"]) == 1
+    assert "synthesis.images=9" in capsys.readouterr().err and not (tmp_path / "compare.md").exists()
 
 
 @pytest.mark.slow

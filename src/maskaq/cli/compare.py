@@ -123,10 +123,11 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         for recipe in comparison.recipes.values():
             resolve.check_names(recipe)
         began = time.monotonic()
-        if arguments.processes > 1:
+        several = arguments.processes > 1 and comparison.is_left()
+        if several:
             for line in _by_processes(arguments, invocation, comparison, progress):
                 console.print(_summary(line))
-        if arguments.processes == 1 or comparison.lines().keys() < {row.name for row in rows}:
+        if not several or comparison.is_left(again=False):
             for line in comparison.run(arguments.limit - (time.monotonic() - began)):
                 console.print(_summary(line))
     lines = comparison.lines()

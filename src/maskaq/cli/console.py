@@ -189,8 +189,7 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     )
     if scheme.rotate:
         table.add_row("rotate", ", ".join(scheme.rotate))
-    how = recipe.caveat or f"from {synthesis.start}, x {synthesis.steps} steps, in batches of {synthesis.batch}"
-    table.add_row("images", f"{synthesis.images} {how}")
+    table.add_row("images", f"{synthesis.images} {recipe.caveat or _made(recipe)}")
     if refreshes:
         start = "continuing" if recipe.refresh.start == "warm" else f"from {synthesis.start}"
         times, each = ("once", "") if refreshes == 1 else (f"{refreshes} times", " each")
@@ -210,6 +209,16 @@ def plan_table(name: str, model: nn.Module, geometry: Geometry, recipe: Recipe, 
     table.add_row("device", device)
     table.add_row("folder", f"{out} (images: about {size(stored)})")
     return table
+
+
+def _made(recipe: Recipe) -> str:
+    """How a recipe makes its images."""
+    synthesis = recipe.synthesis
+    if synthesis.generator.steps:
+        return f"from a generator trained for {synthesis.generator.steps} steps"
+    if not synthesis.steps:
+        return f"from {synthesis.start}, not optimised"
+    return f"from {synthesis.start}, x {synthesis.steps} steps, in batches of {synthesis.batch}"
 
 
 def status_lines(found: Status | FleetStatus) -> Iterator[Table | str]:

@@ -101,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 0
-    parsed = parser.parse_args(words)
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:  # told with the options of the command, which argparse would not show
+        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     command = COMMANDS[parsed.command]
     arguments = typed(command.Arguments, parsed)
     width = None if sys.stdout.isatty() else 140  # a log file has room for whole table rows
@@ -190,6 +192,6 @@ def _parser() -> argparse.ArgumentParser:
         summary = command.SUMMARY
         description = summary[0].upper() + summary[1:] + "."
         sub = parsers.add_parser(name, help=summary, description=description, formatter_class=raw)
-        sub.set_defaults(command=name)
+        sub.set_defaults(command=name, parser=sub)
         command.add_arguments(sub)
     return parser

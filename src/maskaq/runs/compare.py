@@ -222,6 +222,20 @@ class Comparison:
         """Row name -> results, of the rows that are done."""
         return {line["name"]: Line.from_dict(line) for line in lines_of(self.file)}
 
+    def is_left(self, again: bool = True) -> bool:
+        """Whether rows are still to run or to measure; those that failed only if they are to be tried again.
+
+        Rows that are there under the same names with other settings are refused.
+        """
+        lines = self.lines()
+        for row in self.rows:
+            if row.name in lines and not lines[row.name].failed:
+                self._check_same(row, lines[row.name])
+        return any(
+            line is None or (again if line.failed else any(folder not in line.top1 for folder in self.folders))
+            for line in (lines.get(row.name) for row in self.rows)
+        )
+
     def run(self, limit: float = math.inf) -> Iterator[Line]:
         """Run the missing rows, and yield the line of each row when it is done. No row begins after `limit` seconds.
 
@@ -324,7 +338,7 @@ class Comparison:
         asked = {**asdict(row), "overrides": list(row.overrides), "scale": self.scale, "quantized": self._quantized}
         found = {key: getattr(line, key) for key in asked}
         if odd := [key for key in asked if found[key] != asked[key]]:
-            what = "full-precision model" if odd[0] == "quantized" else odd[0]
+            what = {"quantized": "full-precision model", "overrides": "--set"}.get(odd[0], odd[0])
             there, here = (_in_words(side[odd[0]]) for side in (found, asked))
             raise RecipeError(
                 f"{self.file}: {row.name} was run with another {what}, {there} instead of {here}: give the row another "
@@ -420,7 +434,9 @@ def _spent(folder: Path) -> float:
 
 def _in_words(value: Any) -> str:
     """A setting as text for a message."""
-    return ", ".join(f"{key} {short(x)}" for key, x in value.items()) if isinstance(value, dict) else repr(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {short(x)}" for key, x in value.items())
+    return (" ".join(value) or "nothing") if isinstance(value, list) else repr(value)
 
 
 # ---- tables

@@ -172,7 +172,7 @@ def open_run(folder: str | Path) -> OpenedRun:
     if not source:
         raise RunFolderError(
             f"{folder} was made from a model in memory, without a name: load its model alone, with "
-            f"maskaq.from_pretrained({str(Path(folder) / QUANTIZED)!r})"
+            f"maskaq.from_pretrained({str(Path(folder) / QUANTIZED)!r}, like=model)"
         )
     source = {"args": {}, "checkpoint": None, **source}
     source = {"architecture": {"name": source["name"], "args": source["args"]}, **source}

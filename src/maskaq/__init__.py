@@ -9,7 +9,7 @@ The names below are the public API; each comes from the file that its stage live
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "quantize": "maskaq.runs.quantize",

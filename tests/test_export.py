@@ -5,6 +5,7 @@ import errno
 import gc
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_swin, t
 from torch import nn
 
 import maskaq
-from maskaq.artifact.export import export
+from maskaq.artifact.export import export, pt2
 from maskaq.artifact.export.pt2 import NOTES, export_pt2, verify_pt2
 from maskaq.cli.main import main
 from maskaq.errors import ExportError, MaskaqError
@@ -316,6 +317,59 @@ def test_a_file_cut_short_is_refused(vit, tmp_path):
         verify(tmp_path / "cut.onnx", vit[0], images_for(vit[0]))
     with pytest.raises(ExportError, match="cannot read"):
         metadata_of(tmp_path / "nothing.onnx")
+
+
+def with_note(file, to, name, value):
+    """An ONNX file with one of its notes replaced by these bytes, which need not be UTF-8."""
+    proto = onnx.load(file)
+    kept = [entry for entry in proto.metadata_props if entry.key != f"maskaq.{name}"]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+    proto.metadata_props.add(key=f"maskaq.{name}", value=len(value) * "?")
+    to.write_bytes(proto.SerializeToString().replace(len(value) * b"?", value))
+    return to
+
+
+DAMAGED_NOTES = [
+    ("labels", b"1234567"),
+    ("labels", b"[[1, 2]]"),
+    ("labels", 3000 * b"["),
+    ("input_size", b"[3, 32, 3"),
+    ("mean", b'"a half"'),
+    ("classes", b"[10, 11]"),
+    ("architecture", b'"a vit"'),
+    ("architecture", b'{"name": 3}'),
+    ("task", b"classi\xff\xfe"),
+]
+
+
+@needs_onnx
+@pytest.mark.parametrize("name, value", DAMAGED_NOTES, ids=[f"{n}-{v[:9]!r}" for n, v in DAMAGED_NOTES])
+@pytest.mark.parametrize("command", ["inspect", "bench-runtime"])
+def test_a_file_whose_notes_are_damaged_is_named_and_refused(vit, tmp_path, command, name, value, capsys):
+    file = with_note(vit[1], tmp_path / "m.onnx", name, value)
+    assert main([command, str(file)]) == 1
+    printed = capsys.readouterr().err
+    assert f"{file} is damaged" in printed and "again" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_pt2_program_that_is_damaged_is_read_or_refused(part, tmp_path):
+    file = export_pt2(deployed(), tmp_path / "model.pt2")
+    whole, outcomes = file.read_bytes(), {"read": 0, "refused": 0}
+    first = whole.index(b"PK\x01\x02")  # the directory of the zip file
+    for case in range(50):
+        lots = random.Random(f"{part} {case}")
+        data = bytearray(whole)
+        data[lots.randrange(first, len(data))] ^= 1 << lots.randrange(8)
+        file.write_bytes(data)
+        try:
+            pt2.metadata_of(file)
+            outcomes["read"] += 1
+        except ExportError as error:
+            assert str(file) in str(error)
+            outcomes["refused"] += 1
+    assert all(outcomes.values()), outcomes
 
 
 @needs_onnx
@@ -708,3 +762,16 @@ def test_the_small_program_names_five_classes_without_torch(tmp_path):
     assert told.returncode == 1 and b"Traceback" not in told.stderr
     told = subprocess.run([sys.executable, str(CLASSIFY), str(tmp_path / "b.png"), "x"], capture_output=True)
     assert told.returncode == 1 and b"Traceback" not in told.stderr
+
+
+@needs_onnx
+@pytest.mark.parametrize("name, value", [("labels", b"1234567"), ("labels", b'["a", "b"]'), ("mean", b"NaN")])
+def test_the_small_program_refuses_a_file_whose_notes_are_damaged(vit, tmp_path, name, value):
+    from PIL import Image
+
+    file = with_note(vit[1], tmp_path / "m.onnx", name, value)
+    Image.new("RGB", (40, 32)).save(tmp_path / "a.png")
+    words = [sys.executable, str(CLASSIFY), str(file), str(tmp_path / "a.png")]
+    found = subprocess.run(words, capture_output=True, text=True)
+    assert found.returncode == 1 and not found.stdout
+    assert str(file) in found.stderr and "damaged" in found.stderr and "Traceback" not in found.stderr

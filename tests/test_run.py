@@ -1174,3 +1174,19 @@ def test_lost_images_blame_calibration_once_the_student_was_calibrated(tmp_path,
     with pytest.raises(SynthesisError, match="8 of 8 images were lost") as raised:
         quantize(tiny_vit(), small_recipe(), tmp_path / "run")
     assert [name for name in ("synthesis.lr", "calibration.lr") if f"lower {name}" in str(raised.value)] == [blamed]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rotate", ["[]", '["residual"]'])
+def test_weights_with_nan_or_inf_are_named_and_refused(tmp_path, rotate, value):
+    model = tiny_vit()
+    model.blocks[1].mlp.fc1.weight.data[0, 0] = value
+    with pytest.raises(ModelError, match=r"blocks.1.mlp.fc1.weight contains NaN or Inf"):
+        quantize(model, small_recipe(f"quantization.rotate={rotate}"), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_torchscript_module_is_refused(tmp_path):
+    traced = torch.jit.trace(tiny_vit().eval(), torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ModelError, match="TorchScript"):
+        quantize(traced, small_recipe(), tmp_path / "run", device="cpu")

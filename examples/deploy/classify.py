@@ -30,7 +30,12 @@ class Classifier:
         self.channels, self.height, self.width = notes["input_size"]
         self.crop = notes["crop_pct"]
         self.mean, self.std = (np.array(notes[key], np.float32) for key in ("mean", "std"))
-        self.labels = notes["labels"] or [str(i) for i in range(self.session.get_outputs()[0].shape[1])]
+        if any(values.shape != (self.channels,) or not np.isfinite(values).all() for values in (self.mean, self.std)):
+            raise ValueError(f"{file} has damaged metadata: expected mean and std of {self.channels} channels")
+        classes = self.session.get_outputs()[0].shape[1]
+        self.labels = [str(i) for i in range(classes)] if notes["labels"] is None else notes["labels"]
+        if not isinstance(self.labels, list) or [type(label) for label in self.labels] != [str] * classes:
+            raise ValueError(f"{file} has damaged metadata: expected {classes} labels")
         self.resample = Image.Resampling[entries["maskaq.interpolation"].upper()]
 
     def prepared(self, image: Image.Image) -> np.ndarray:
@@ -61,11 +66,11 @@ def main(words: list[str]) -> None:
         sys.exit(f"{words[0]} is not a file: expected an .onnx file of `maskaq export`")
     try:
         classify = Classifier(words[0])
+        classify(Image.new("RGB", (classify.width, classify.height)))  # the first run takes longer than others
     except Exception as error:  # the runtime's own classes
         sys.exit(
             f"cannot use {words[0]}: {error}; expected an undamaged .onnx file of `maskaq export`: export it again"
         )
-    classify(Image.new("RGB", (classify.width, classify.height)))  # the first run takes longer than others
     for name in words[1:]:
         try:
             with Image.open(name) as image:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 from timm.data import ImageNetInfo, resolve_model_data_config
 from timm.layers import DropPath
 from torch import nn
@@ -66,6 +67,8 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     model = adopted(model)
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a model, an nn.Module, got {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError("expected a model in Python, got a TorchScript module: give the model it was made from")
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return copy.deepcopy(model).float().eval().requires_grad_(False)
     _refuse_altered_layers(model)

@@ -257,6 +257,9 @@ def _trained(model: nn.Module) -> nn.Module:
     teacher = expose(model)
     if any(tensor.is_meta for tensor in (*teacher.parameters(), *teacher.buffers())):
         raise ModelError(f"this {type(model).__name__} is on the meta device, where it has no weights: load them first")
+    for name, weight in teacher.named_parameters():
+        if not weight.isfinite().all():
+            raise ModelError(f"the weights of this {type(model).__name__} are damaged: {name} contains NaN or Inf")
     refuse_zero_weights(teacher)
     return teacher
 

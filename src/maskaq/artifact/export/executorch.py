@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maskaq.artifact.export.agreement import Agreement, correlation
-from maskaq.artifact.export.metadata import REMEDY, as_text, describe
+from maskaq.artifact.export.metadata import REMEDY, as_text, checked, describe
 from maskaq.artifact.export.programs import OUTPUT, program_of
 from maskaq.errors import ExportError
 from maskaq.models import geometry
@@ -126,7 +126,11 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
     model = ExecutorchModel(file)
     if NOTES not in model.program.method_names:
         raise ExportError(f"{file} was not written by maskaq: it has no method {NOTES}; {REMEDY}")
-    return json.loads(model.program.load_method(NOTES).execute(())[0])
+    try:
+        notes = json.loads(model.program.load_method(NOTES).execute(())[0])
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"cannot read the notes of {file}: {error}; {REMEDY}") from error
+    return checked(notes, file)
 
 
 @torch.no_grad()

@@ -11,12 +11,26 @@ import maskaq
 from maskaq.errors import ExportError
 from maskaq.models import class_names, data_config, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
+from maskaq.storage.files import misfit
 
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
 
 REMEDY = "copy it again, or export it again with `maskaq export`"
 """Advice for a file that cannot be used."""
+
+# Of what is read from a file: it may be damaged, or of another tool. Other entries are shown as they are.
+_FORM = {
+    "input_size": [int],
+    "mean?": [float],
+    "std?": [float],
+    "crop_pct?": float,
+    "interpolation?": str,
+    "task?": str,
+    "classes?": int,
+    "labels?": [str],
+    "architecture?": {"name": str, "args": dict},
+}
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -39,9 +53,20 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 def ours(entries: Mapping[str, str], file: str | Path, where: str) -> dict[str, Any]:
     """The entries of a file that maskaq wrote; ExportError if there are none. `where` names their place in the file."""
-    found = {key.removeprefix(PREFIX): from_text(text) for key, text in entries.items() if key.startswith(PREFIX)}
+    texts = {key: text for key, text in entries.items() if isinstance(key, str) and isinstance(text, str)}
+    if len(texts) < len(entries):  # protobuf gives bytes that are not UTF-8 as they are
+        raise ExportError(f"{file} is damaged: its {where} are not all UTF-8 text; {REMEDY}")
+    found = {key.removeprefix(PREFIX): from_text(text) for key, text in texts.items() if key.startswith(PREFIX)}
     if "input_size" not in found:
         raise ExportError(f"{file} was not written by maskaq: its {where} have no {PREFIX}input_size; {REMEDY}")
+    return checked(found, file)
+
+
+def checked(notes: Any, file: str | Path) -> dict[str, Any]:
+    """The notes of a file, if what maskaq uses of them has its form; ExportError otherwise."""
+    if wrong := misfit(notes, _FORM):
+        raise ExportError(f"{file} is damaged: its notes have another form: {wrong.lstrip(': ')}; {REMEDY}")
+    found: dict[str, Any] = notes
     return found
 
 
@@ -54,5 +79,5 @@ def from_text(text: str) -> Any:
     """The inverse of `as_text`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text

@@ -131,8 +131,11 @@ def precision_of(program: "openvino.Model") -> str:
 
 
 def _notes(program: "openvino.Model", file: str | Path) -> dict[str, Any]:
-    entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
-    return ours(entries, file, "rt_info")
+    try:
+        entries = program.get_rt_info("framework").value if program.has_rt_info("framework") else {}
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{file} is damaged: its rt_info is not UTF-8 text ({error}); {REMEDY}") from error
+    return ours(entries if isinstance(entries, Mapping) else {}, file, "rt_info")
 
 
 def compiled(program: "openvino.Model", threads: int = 0, precision: str = "f32") -> "openvino.CompiledModel":

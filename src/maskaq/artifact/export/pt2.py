@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.artifact.export.metadata import REMEDY, as_text, describe
+from maskaq.artifact.export.metadata import REMEDY, as_text, checked, describe
 from maskaq.errors import ExportError
 from maskaq.models import geometry
 from maskaq.storage.files import write_bytes_atomic
@@ -45,11 +45,11 @@ def metadata_of(file: str | Path) -> dict[str, Any]:
         with zipfile.ZipFile(file) as archive:
             name = next((name for name in archive.namelist() if name.endswith(f"/{NOTES}")), None)
             found = {} if name is None else json.loads(archive.read(name))
-    except (OSError, zipfile.BadZipFile, json.JSONDecodeError) as error:
+    except Exception as error:  # a damaged zip file raises any of a dozen classes
         raise ExportError(f"cannot read {file} as an exported program: {error}; {REMEDY}") from error
     if not found:
         raise ExportError(f"{file} was not written by maskaq: it has no {NOTES}; {REMEDY}")
-    return found
+    return checked(found, file)
 
 
 @torch.no_grad()

@@ -308,6 +308,13 @@ def test_every_byte_survives_the_way_to_pixels_and_back():
     assert to_bytes(torch.tensor([-0.5, 0.5, 1.5])).tolist() == [0, 128, 255]
 
 
+def test_a_label_that_the_model_does_not_know_is_an_error():
+    model = tiny_vit()
+    classes = model.num_classes
+    with pytest.raises(DataError, match=f"0 to {classes - 1}, got {classes}"):
+        evaluate(model, [(torch.zeros(2, 3, 32, 32), torch.tensor([0, classes]))])
+
+
 def test_labels_are_balanced_over_the_classes():
     labels = TASKS["classification"].targets(torch.arange(25), 10)
     assert labels.bincount().tolist() == [3] * 5 + [2] * 5

@@ -718,12 +718,14 @@ def test_speeds_of_two_models_are_not_compared(vit, tmp_path, capsys):
     for file in (one, other):
         proto = onnx.load(vit[1])
         notes = {entry.key: entry.value for entry in proto.metadata_props}
-        notes |= {"maskaq.architecture": json.dumps({"name": file.stem}), "maskaq.model": file.stem}
+        notes |= {"maskaq.architecture": json.dumps({"name": file.stem, "args": {}}), "maskaq.model": file.stem}
         onnx.helper.set_model_props(proto, notes)
         onnx.save(proto, file)
     assert main(["bench-runtime", str(one), str(other)]) == 1
     told = capsys.readouterr().err
     assert "of two models" in told and f"{other} (other)" in told
+    assert main(["bench-runtime", str(tmp_path)]) == 1
+    assert str(tmp_path / "model.onnx") in capsys.readouterr().err
     assert main(["bench-runtime", str(one), "--threads", "100000"]) == 1
     assert "--threads 100000" in capsys.readouterr().err
 

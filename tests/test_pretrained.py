@@ -241,6 +241,11 @@ def test_labels_of_more_than_ten_classes_are_kept(tmp_path):
     assert loaded.pretrained_cfg["label_names"] == labels
 
 
+def test_labels_in_one_text_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="list of names"):
+        save_pretrained(student_of(tiny_vit(num_classes=4)), tmp_path / "m", architecture=NAMED, labels="abcd")
+
+
 def test_labels_and_the_story_of_the_model_are_kept(tmp_path):
     made = {"seed": 3, "commit": "abc", "command": "maskaq quantize mine", "versions": {"torch": "2.9"}}
     labels = ["apple", "bread", "cherry", "date"]

@@ -280,6 +280,8 @@ def _commonest(bits: Any) -> int | None:
 def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
     """id2label and label2id, where the class names are known."""
     classes = geometry(model).classes
+    if isinstance(labels, str):
+        raise ModelError(f"labels: expected a list of names, one for each of {classes} classes, got {labels!r}")
     names = list(labels) if labels is not None else class_names(model)
     if names is None:
         return {}

@@ -181,6 +181,11 @@ def _shared_architecture(files: Sequence[str]) -> dict[str, Any]:
     """Architecture of the model that all files were exported from."""
     from maskaq.artifact.export.runtimes import metadata_of
 
+    for file in files:
+        if Path(file).is_dir():
+            raise DataError(
+                f"{file} is a folder: expected a file of `maskaq export`, such as {Path(file, 'model.onnx')}"
+            )
     first, *others = files
     notes = metadata_of(first)
     if "architecture" not in notes:

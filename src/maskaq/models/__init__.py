@@ -56,6 +56,10 @@ __all__ = [
 _QUANTIZED = (nn.Linear, nn.Conv2d)
 
 
+_WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Classes around a model, of torch.compile and torch.nn.parallel -> where the model is."""
+
+
 def expose(model: nn.Module, task: str | None = None) -> nn.Module:
     """A copy of the model in the common form: frozen, eval mode, float32, same outputs, same state-dict keys.
 
@@ -69,6 +73,9 @@ def expose(model: nn.Module, task: str | None = None) -> nn.Module:
         raise ModelError(f"expected a model, an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError("expected a model in Python, got a TorchScript module: give the model it was made from")
+    for wrapper, inside in _WRAPPERS.items():
+        if type(model).__name__ == wrapper:
+            raise ModelError(f"expected the model itself, got {wrapper} around it: give model.{inside}")
     if isinstance(getattr(model, "_maskaq_geometry", None), Geometry):
         return copy.deepcopy(model).float().eval().requires_grad_(False)
     _refuse_altered_layers(model)

@@ -62,11 +62,14 @@ def up_to_date_identity(stored: dict[str, Any], asked: dict[str, Any]) -> dict[s
 
 
 def whole_number(seed: Any) -> int:
-    """RecipeError unless a seed is a whole number."""
+    """RecipeError unless a seed is a whole number of 64 bits, beyond which seeds would repeat."""
     try:
-        return operator.index(seed)
+        number = operator.index(seed)
     except TypeError as error:
         raise RecipeError(f"seed: expected a whole number, got {seed!r}") from error
+    if not -(2**63) <= number < 2**63:
+        raise RecipeError(f"seed: expected a whole number of 64 bits, from -2**63 to 2**63 - 1, got {seed!r}")
+    return number
 
 
 def check_recipe(recipe: Recipe, task: str) -> None:

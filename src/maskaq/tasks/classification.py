@@ -94,7 +94,10 @@ class Classification(Task):
     ) -> EvalResult:
         hits1 = hits5 = n = 0
         for logits, labels in outputs(model, batches, progress):
-            hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+            classes = logits.shape[1]
+            if len(labels) and int(labels.max()) >= classes:
+                raise DataError(f"labels: expected classes from 0 to {classes - 1}, got {int(labels.max())}")
+            hit = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
             hits1 += int(hit[:, 0].sum())
             hits5 += int(hit.sum())
             n += len(labels)

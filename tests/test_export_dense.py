@@ -171,7 +171,8 @@ def test_a_detectors_file_takes_any_number_of_images_and_says_what_it_gives(dete
 def test_a_detector_of_few_bits_with_many_equal_scores_chooses_the_same_boxes_in_its_file(tmp_path):
     model = small_detector("w2a2", proposals=8)
     images = images_for(model)
-    assert model.rpn(model.features(images))[0][0].unique().numel() < 100
+    scores = model.rpn(model.features(images))[0][0]
+    assert scores.unique().numel() < scores.numel() / 10
     export(model, tmp_path / "model.onnx", "onnx", images)
 
 

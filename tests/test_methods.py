@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -496,7 +497,7 @@ GENERATORS = {f"{name}, {model}": (name, b) for name in ("gdfq", "qimera", "adad
 
 @pytest.mark.parametrize(("name", "build"), mostly_slow(GENERATORS, "qimera, vit", "adadfq, swin"))
 def test_a_generators_images_are_the_same_in_any_batch_and_learn_their_objective(name, build):
-    recipe = tiny(name, "synthesis.generator.steps=12", "synthesis.lr=0.01")
+    recipe = tiny(name, "synthesis.generator.steps=60", "synthesis.lr=0.01")
     source = GeneratedImages(*pair(recipe, build), recipe)
     together = source(torch.arange(4))
     again = GeneratedImages(*pair(recipe, build), recipe)
@@ -505,8 +506,8 @@ def test_a_generators_images_are_the_same_in_any_batch_and_learn_their_objective
     assert together.labels.tolist() == [0, 1, 2, 3] and together.images.float().std() > 5
     assert len({tuple(x.flatten().tolist()) for x in together.images}) == 4
     weights = recipe.synthesis.terms
-    first, *_, last = [sum(weights[n] * p[n] for n in p if n != "step") for p in source.curves]
-    assert last < first
+    losses = [sum(weights[n] * p[n] for n in p if n != "step") for p in source.curves]
+    assert mean(losses[-5:]) < mean(losses[:5])
 
 
 def test_superposed_latents_are_shares_of_several_classes():

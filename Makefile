@@ -25,7 +25,7 @@ test: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(PYTEST) -m slow
 
-# Every pretrained name and every family from end to end: half an hour and more.
+# Every pretrained name of every family: half an hour and more.
 test-exhaustive: $(VENV)/ready
 	$(PYTEST) -m exhaustive
 

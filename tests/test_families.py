@@ -427,9 +427,8 @@ TINY = (
 )
 
 
-@pytest.mark.parametrize(
-    "family", some_slow(SMALL, "dinov3", "swinv2", "samvit", "cait", "levit", "naflexvit", "twins")
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SMALL)
 def test_a_family_from_end_to_end(family, tmp_path):
     """Run, save, load, and export what is verified code by code."""
     name, args = SMALL[family]

@@ -71,7 +71,7 @@ from maskaq.quant.quantizers import QUANTIZERS, Static
 from maskaq.quant.twin import init_ranges_, quantized_twin
 from maskaq.recipe.schema import load_recipe, to_toml
 from maskaq.runs import opened as results
-from maskaq.runs.arguments import identity
+from maskaq.runs.arguments import identity, model_identity
 from maskaq.runs.provenance import pick_device
 from maskaq.runs.quantize import quantize
 from maskaq.storage import files
@@ -548,6 +548,13 @@ def test_progress_is_sound_where_a_lost_shard_is_made_again(tmp_path, straight, 
     (out / f"images/round_{round:02}/shard_0000.safetensors").unlink()
     quantize(tiny_vit(), recipe, out, progress=Strict())
     assert_same(tensors(out / WEIGHTS), tensors(straight(WARM) / WEIGHTS))
+
+
+def test_a_model_may_have_members_named_like_numbers_of_heads():
+    model = tiny_vit()
+    before = model_identity(model)
+    model.heads = [1, 2, 3]
+    assert model_identity(model) == before
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,10 @@ def model_identity(model: nn.Module) -> dict[str, Any]:
 def _settings(model: nn.Module) -> dict[str, Any]:
     """What changes a model's outputs but is not in its weights: heads, constants of norms, activation functions."""
     modules = list(model.modules())
-    heads = {getattr(module, name, 0) for module in modules for name in HEADS}
+    counts = [getattr(module, name, 0) for module in modules for name in HEADS]
     acts = {type(module).__name__ for module in modules if type(module).__module__.endswith(_ACTIVATIONS)}
     return {
-        "heads": sorted(count for count in heads if type(count) is int and count),
+        "heads": sorted({count for count in counts if type(count) is int and count}),  # PiT has a list of them too
         "norm_eps": sorted({module.eps for module in modules if isinstance(module, nn.LayerNorm)}),
         "activations": sorted(acts - {"Softmax"}),
     }

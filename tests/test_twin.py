@@ -17,7 +17,7 @@ from maskaq.models import Matmul, expose, geometry
 from maskaq.models.taps import taps
 from maskaq.quant import grid
 from maskaq.quant.inspection import inspect_model
-from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin
+from maskaq.quant.layers import QuantConv2d, QuantLinear, QuantMatmul, QuantWeightMixin, holding
 from maskaq.quant.quantizers import LSQ, QUANTIZERS, Static, quantizer
 from maskaq.quant.twin import deploy, frozen, init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Quantization, load_recipe
@@ -502,6 +502,16 @@ def test_frozen_inside_frozen_still_holds_the_outer_one():
         student(images)
         assert not any(p.requires_grad for p in student.parameters())
     assert set(calls.values()) == {1} and all(p.requires_grad for p in student.parameters())
+
+
+def test_a_layer_is_after_holding_a_weight_as_it_was_before():
+    layer = next(m for m in pair()[1].modules() if isinstance(m, QuantWeightMixin))
+    members, outer = set(vars(layer)), layer.weight.detach()
+    with holding({layer: outer}):
+        with holding({layer: outer * 2}):
+            assert torch.equal(layer.held_weight, outer * 2)
+        assert layer.held_weight is outer
+    assert layer.held_weight is None and set(vars(layer)) == members
 
 
 def test_held_weights_are_not_part_of_the_state():

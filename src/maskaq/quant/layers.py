@@ -30,8 +30,11 @@ def holding(weights: Mapping[QuantWeightMixin, Tensor]) -> Iterator[None]:
             layer.held_weight = weight
         yield
     finally:
-        for layer, earlier in before.items():  # of an outer context, or None
-            layer.held_weight = earlier
+        for layer, earlier in before.items():
+            if earlier is not None:  # of an outer context
+                layer.held_weight = earlier
+            else:
+                vars(layer).pop("held_weight", None)  # the class has None
 
 
 class QuantLinear(QuantWeightMixin, nn.Linear):

@@ -26,9 +26,12 @@ from maskaq.artifact.export.pt2 import NOTES, export_pt2, verify_pt2
 from maskaq.artifact.export.targets import SUFFIXES
 from maskaq.cli.main import main
 from maskaq.errors import ExportError, MaskaqError
+from maskaq.images.pngs import write_pngs
+from maskaq.images.sets import SyntheticSet
 from maskaq.models import geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.twin import deploy
+from maskaq.storage import files
 
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 missing = [name for name in EXTRAS if not find_spec(name)]
@@ -583,6 +586,28 @@ def test_openvino_files_that_fail_leave_nothing_and_the_old_ones_untouched(openv
 
 def fail():
     raise OSError(errno.ENOSPC, "no space")
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino", "pt2"])
+def test_a_full_disk_is_reported_of_the_file_that_was_asked_for(format, tmp_path, monkeypatch):
+    if format != "pt2" and (missing or (format == "openvino" and not find_spec("openvino"))):
+        pytest.skip(f"the packages of {format} are not installed")
+    model, file = deployed(), tmp_path / f"model{SUFFIXES[format]}"
+    real = files._write_new
+    monkeypatch.setattr(files, "_write_new", lambda path, data: fail() if path.parent == tmp_path else real(path, data))
+    with pytest.raises(MaskaqError) as raised:
+        export(model, file, format, images_for(model, 1))
+    assert str(file) in str(raised.value) and "unproven" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_reported_of_the_folder_of_images_that_was_asked_for(tmp_path, monkeypatch):
+    images = SyntheticSet(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    monkeypatch.setattr(files, "_write_new", lambda path, data: fail())
+    with pytest.raises(MaskaqError, match="disk full") as raised:
+        write_pngs(images, tmp_path / "png", {})
+    assert str(tmp_path / "png") in str(raised.value)
+    assert not list(tmp_path.iterdir())
 
 
 @needs_onnx

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from PIL import Image
 from test_methods import METHODS
 
 from maskaq.cli import main as cli
+from maskaq.cli import resolve
 from maskaq.cli.processes import copies, environments
 from maskaq.errors import BusyError, CalibrationError, DataError, RecipeError, RunFolderError
 from maskaq.images.filtering import Score, chosen, score_images
@@ -306,6 +308,31 @@ def test_a_table_with_other_settings_is_refused_before_processes_are_started(tmp
     (tmp_path / "compare.md").unlink()
     assert cli.main([*words, "synthesis.images=9"]) == 1
     assert "synthesis.images=9" in capsys.readouterr().err and not (tmp_path / "compare.md").exists()
+
+
+def test_the_limit_counts_from_the_start_of_the_command_in_every_process(tmp_path, monkeypatch, capsys):
+    told = []
+
+    @contextmanager
+    def started(words, environments):
+        told.extend(environments)
+        yield []
+
+    def load_slowly(*args, load=resolve.full_precision):
+        time.sleep(0.5)
+        return load(*args)
+
+    monkeypatch.setattr("maskaq.cli.compare.copies", started)
+    monkeypatch.setattr(resolve, "full_precision", load_slowly)
+    words = ["compare", "cifar10_vit", "--recipes", "noise", "--out", str(tmp_path), "--set", *SMALL]
+    before = time.monotonic()
+    assert cli.main([*words, "--workers", "2", "--limit", "0.5"]) == 1
+    assert "no row is done" in capsys.readouterr().err
+    (began,) = {float(environment["MASKAQ_COMPARE_BEGAN"]) for environment in told}
+    assert len(told) == 2 and before <= began < before + 0.5
+    monkeypatch.setenv("MASKAQ_COMPARE_BEGAN", str(before - 100))  # one of those processes, which imported for long
+    assert cli.main([*words, "--limit", "90"]) == 1
+    assert "no row is done" in capsys.readouterr().err
 
 
 @pytest.mark.slow

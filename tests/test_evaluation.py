@@ -13,11 +13,13 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
-from maskaq.errors import DataError, RangeError
+from maskaq.cli.main import main
+from maskaq.errors import DataError, DeviceError, ModelError, RangeError
 from maskaq.images.sets import SyntheticSet, TensorImages, image_folder, to_bytes, to_pixels
 from maskaq.models import expose
 from maskaq.quant.twin import init_ranges_, quantized_twin, quantizers
 from maskaq.recipe.schema import Quantization
+from maskaq.runs.provenance import pick_device
 from maskaq.tasks import TASKS, evaluate
 from maskaq.tasks.classification import EvalResult
 
@@ -313,6 +315,95 @@ def test_a_label_that_the_model_does_not_know_is_an_error():
     classes = model.num_classes
     with pytest.raises(DataError, match=f"0 to {classes - 1}, got {classes}"):
         evaluate(model, [(torch.zeros(2, 3, 32, 32), torch.tensor([0, classes]))])
+
+
+SCORES, CLASSES = torch.eye(4), torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    "batches, name",
+    [
+        (None, "batches"),
+        (5, "batches"),
+        (SCORES, "batches"),
+        ([SCORES], "batches"),
+        ([(SCORES,)], "batches"),
+        ([(SCORES, CLASSES, CLASSES)], "batches"),
+        ([{"images": SCORES, "labels": CLASSES}], "batches"),
+        ([(SCORES, CLASSES.tolist())], "batches"),
+        ([(SCORES.numpy(), CLASSES.numpy())], "batches"),
+        ([(SCORES, None)], "batches"),
+        ([((255 * SCORES).byte(), CLASSES)], "images"),
+        ([(SCORES, CLASSES + 0.5)], "labels"),
+        ([(SCORES, CLASSES * math.nan)], "labels"),
+        ([(SCORES, CLASSES > 2)], "labels"),
+        ([(SCORES, CLASSES[:1])], "labels"),
+        ([(SCORES, CLASSES[:3])], "labels"),
+        ([(SCORES, CLASSES[:, None])], "labels"),
+        ([(SCORES, torch.eye(4, dtype=torch.int64))], "labels"),
+        ([(SCORES, torch.tensor(1))], "labels"),
+        ([(SCORES, CLASSES - 1)], "labels"),
+    ],
+)
+def test_batches_of_another_kind_are_an_error_not_a_count(batches, name):
+    with pytest.raises(DataError, match=f"{name}: expected"):
+        evaluate(Echo(), batches)
+
+
+@pytest.mark.parametrize("output", [[SCORES], (SCORES,), SCORES[0], SCORES[None], SCORES[:2], torch.tensor(1.0)])
+def test_outputs_of_another_kind_are_an_error_not_a_count(output):
+    model = Echo()
+    model.forward = lambda images: output
+    with pytest.raises(ModelError, match="outputs: expected"):
+        evaluate(model, [(SCORES, CLASSES)])
+
+
+@pytest.mark.parametrize("model", [5, None, "cifar10_vit", Echo])
+def test_what_is_not_a_model_is_refused(model, folder):
+    with pytest.raises(ModelError, match="expected a model"):
+        evaluate(model, [(SCORES, CLASSES)])
+    with pytest.raises(ModelError, match="expected a model"):
+        image_folder(folder, model)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "detection"])
+def test_a_detector_or_segmenter_is_evaluated_on_annotations(task):
+    if task == "detection":
+        pytest.importorskip("faster_coco_eval")
+    model = Echo()
+    model.num_classes, model.pretrained_cfg = 4, {"task": task}
+    for batch in (SCORES, (SCORES, CLASSES), (SCORES, None), (SCORES, CLASSES.tolist())):
+        with pytest.raises(DataError, match="batches: expected"):
+            evaluate(model, [batch])
+
+
+ODD = {
+    "path": [5, None, "", b"folder"],
+    "class_index": [5, "", {"a": 0}],
+    "crop_pct": [0, -1, 5, 1e-9, math.nan, math.inf, True, "0.9"],
+    "interpolation": ["other", 5, ""],
+    "batch": [0, -1, 1.5, True, None, "4"],
+    "workers": [-1, 1.5, True, None, "2", 10**8],
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in ODD.items() for value in values])
+def test_an_argument_of_a_folder_that_makes_no_sense_is_refused_by_name(folder, name, value):
+    with pytest.raises(DataError, match=name):
+        image_folder(**{"path": folder, "model": tiny_vit(), name: value})
+
+
+@pytest.mark.parametrize(
+    "option", [("--crop-pct", "0.5"), ("--interpolation", "nearest"), ("--class-index", "nothing")]
+)
+def test_the_images_in_the_package_take_no_options_of_folders(option, capsys):
+    assert main(["evaluate", "cifar10_vit", "--data", "cifar10-demo", *option]) == 1
+    assert f"{option[0]}: " in capsys.readouterr().err
+
+
+def test_an_empty_device_is_refused():
+    with pytest.raises(DeviceError, match="''"):
+        pick_device("")
 
 
 def test_labels_are_balanced_over_the_classes():

@@ -21,13 +21,17 @@ from helpers import VIT, VIT_ARGS, mostly_slow, pair, small_recipe, tiny_swin, t
 from torch import nn
 
 import maskaq
-from maskaq.artifact.export import export, pt2
+from maskaq.artifact.export import export, pt2, weights_of
 from maskaq.artifact.export.pt2 import NOTES, export_pt2, verify_pt2
+from maskaq.artifact.export.targets import SUFFIXES
 from maskaq.cli.main import main
 from maskaq.errors import ExportError, MaskaqError
+from maskaq.images.pngs import write_pngs
+from maskaq.images.sets import SyntheticSet
 from maskaq.models import geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
 from maskaq.quant.twin import deploy
+from maskaq.storage import files
 
 EXTRAS = ("onnx", "onnx_ir", "onnxruntime", "onnxscript")
 missing = [name for name in EXTRAS if not find_spec(name)]
@@ -331,6 +335,7 @@ def with_note(file, to, name, value):
 
 
 DAMAGED_NOTES = [
+    ("sha256", b'"3f0a"'),
     ("labels", b"1234567"),
     ("labels", b"[[1, 2]]"),
     ("labels", 3000 * b"["),
@@ -351,6 +356,66 @@ def test_a_file_whose_notes_are_damaged_is_named_and_refused(vit, tmp_path, comm
     assert main([command, str(file)]) == 1
     printed = capsys.readouterr().err
     assert f"{file} is damaged" in printed and "again" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino", "pt2"])
+def test_a_file_with_one_bit_of_its_weights_turned_is_named_and_refused(format, tmp_path, capsys):
+    if format != "pt2" and (missing or (format == "openvino" and not find_spec("openvino"))):
+        pytest.skip(f"the packages of {format} are not installed")
+    model = deployed()
+    file = tmp_path / f"model{SUFFIXES[format]}"
+    export(model, file, format, images_for(model, 1))
+    assert main(["inspect", str(file)]) == 0
+    assert "not checked" not in capsys.readouterr().out
+    weights = weights_of(file) if format == "openvino" else file
+    kept = model.get_submodule("blocks.1.norm2").weight.numpy().tobytes()  # floats are the same bytes in every format
+    data = bytearray(weights.read_bytes())
+    data[data.index(kept) + 1] ^= 1
+    weights.write_bytes(data)
+    assert main(["inspect", str(file)]) == 1
+    printed = capsys.readouterr().err
+    assert f"{file} is damaged" in printed or f"cannot read {file}" in printed
+    assert "sha256" in printed or "checksum" in printed
+    assert "export it again" in printed
+    if format != "pt2":
+        from maskaq.artifact.export.runtimes import runnable
+
+        with pytest.raises(ExportError, match="sha256"):
+            runnable(file)
+        assert main(["bench-runtime", str(file)]) == 1
+
+
+@needs_onnx
+def test_a_file_of_an_earlier_version_is_shown_without_a_check_of_its_weights(vit, tmp_path, capsys):
+    def without_digest(tensors, proto):
+        (digest,) = (entry for entry in proto.metadata_props if entry.key == "maskaq.sha256")
+        proto.metadata_props.remove(digest)
+        one_weight_code(tensors, proto)
+
+    assert main(["inspect", str(changed(vit[1], tmp_path, without_digest))]) == 0
+    assert "not checked" in capsys.readouterr().out
+
+
+@needs_onnx
+def test_a_file_that_another_tool_wrote_anew_has_the_same_digest(vit, tmp_path):
+    def reordered(tensors, proto):
+        kept = list(proto.graph.initializer)[::-1]
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+
+    file = changed(vit[1], tmp_path, reordered)
+    assert file.read_bytes() != vit[1].read_bytes()
+    assert metadata_of(file) == metadata_of(vit[1])
+
+
+@needs_openvino
+def test_openvino_can_convert_an_onnx_file_whose_digest_is_of_other_tensors(vit, tmp_path):
+    import openvino
+
+    from maskaq.artifact.export import runtimes
+
+    openvino.save_model(openvino.Core().read_model(vit[1]), tmp_path / "converted.xml")
+    assert runtimes.metadata_of(tmp_path / "converted.xml")["input_size"] == [3, 32, 32]
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -521,6 +586,28 @@ def test_openvino_files_that_fail_leave_nothing_and_the_old_ones_untouched(openv
 
 def fail():
     raise OSError(errno.ENOSPC, "no space")
+
+
+@pytest.mark.parametrize("format", ["onnx", "openvino", "pt2"])
+def test_a_full_disk_is_reported_of_the_file_that_was_asked_for(format, tmp_path, monkeypatch):
+    if format != "pt2" and (missing or (format == "openvino" and not find_spec("openvino"))):
+        pytest.skip(f"the packages of {format} are not installed")
+    model, file = deployed(), tmp_path / f"model{SUFFIXES[format]}"
+    real = files._write_new
+    monkeypatch.setattr(files, "_write_new", lambda path, data: fail() if path.parent == tmp_path else real(path, data))
+    with pytest.raises(MaskaqError) as raised:
+        export(model, file, format, images_for(model, 1))
+    assert str(file) in str(raised.value) and "unproven" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_reported_of_the_folder_of_images_that_was_asked_for(tmp_path, monkeypatch):
+    images = SyntheticSet(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), torch.tensor([0, 1]))
+    monkeypatch.setattr(files, "_write_new", lambda path, data: fail())
+    with pytest.raises(MaskaqError, match="disk full") as raised:
+        write_pngs(images, tmp_path / "png", {})
+    assert str(tmp_path / "png") in str(raised.value)
+    assert not list(tmp_path.iterdir())
 
 
 @needs_onnx

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -9,14 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
 import torch
 from helpers import SWIN, SWIN_ARGS, VIT, VIT_ARGS, content, hook, in_process, mostly_slow, tiny_swin, tiny_vit
+from torch import nn
 
 import maskaq
 from maskaq import zoo
@@ -241,9 +245,48 @@ def test_labels_of_more_than_ten_classes_are_kept(tmp_path):
     assert loaded.pretrained_cfg["label_names"] == labels
 
 
-def test_labels_in_one_text_are_refused(tmp_path):
-    with pytest.raises(ModelError, match="list of names"):
-        save_pretrained(student_of(tiny_vit(num_classes=4)), tmp_path / "m", architecture=NAMED, labels="abcd")
+@pytest.fixture(scope="module")
+def student():
+    return student_of(tiny_vit())
+
+
+NAMES = ["a", "b", "c", "d"]
+ODD = [
+    *(
+        {"labels": odd}
+        for odd in ("abcd", b"abcd", 5, True, [], NAMES[:3], [*NAMES[:3], None], range(4), [[x] for x in NAMES])
+    ),
+    *({"labels": odd} for odd in (dict(enumerate(NAMES)), set(NAMES), torch.arange(4), 4 * [math.nan])),
+    *({"made": odd} for odd in (5, [], "text")),
+    *({"architecture": odd} for odd in (5, [], VIT, True)),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_an_argument_of_another_kind_is_refused_by_name(student, tmp_path, odd):
+    ((name, _),) = odd.items()
+    with pytest.raises(ModelError, match=f"{name}: expected"):
+        save_pretrained(student, tmp_path / "m", **{"architecture": NAMED, **odd})
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_may_be_any_names_in_order(student, tmp_path):
+    for labels in (4 * ["crane"], tuple(NAMES), np.array(NAMES), (name for name in NAMES)):
+        save_pretrained(student, tmp_path / "m", architecture=NAMED, labels=labels)
+
+
+@pytest.mark.parametrize("folder", ["", 5, None, b"folder"])
+def test_what_is_not_a_path_is_refused(student, folder):
+    for call in (partial(save_pretrained, student, architecture=NAMED), from_pretrained):
+        with pytest.raises(PretrainedError, match="expected the path of a folder"):
+            call(folder)
+
+
+@pytest.mark.parametrize("like", [5, VIT, nn.Linear])
+def test_a_model_to_load_like_is_a_model(student, tmp_path, like):
+    save_pretrained(student, tmp_path / "m", architecture=NAMED)
+    with pytest.raises(PretrainedError, match="like: expected"):
+        from_pretrained(tmp_path / "m", like)
 
 
 def test_labels_and_the_story_of_the_model_are_kept(tmp_path):

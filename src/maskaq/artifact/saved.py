@@ -13,7 +13,7 @@ import copy
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,11 @@ def save_pretrained(
     root = _path(folder)
     _check_replaceable(root)
     deployed = as_deployed(model)
+    if not isinstance(made, Mapping | None):
+        raise ModelError(f'made: expected names and values such as {{"note": "..."}}, got {made!r:.80}')
     if architecture is not None:
+        if not isinstance(architecture, Mapping):
+            raise ModelError(f'architecture: expected {{"name": ..., "args": {{...}}}}, got {architecture!r:.80}')
         if reason := _misfit(architecture, deployed):
             raise ModelError(f"architecture {dict(architecture)!r} does not build this model: {reason}")
     elif (architecture := find_architecture(deployed)) is None:
@@ -90,6 +94,8 @@ def from_pretrained(folder: str | Path, like: nn.Module | None = None) -> nn.Mod
         with hub.downloaded(str(folder)) as files_of_it:
             return from_pretrained(files_of_it, like)
     root = _path(folder)
+    if not isinstance(like, nn.Module | None):
+        raise PretrainedError(f"like: expected a full-precision model, got {like!r:.80}")
     config, tensors = _read(root)
     if config.get("timm") is None and like is None:
         raise PretrainedError(
@@ -280,9 +286,12 @@ def _commonest(bits: Any) -> int | None:
 def _labelled(model: nn.Module, labels: Sequence[str] | None) -> dict[str, Any]:
     """id2label and label2id, where the class names are known."""
     classes = geometry(model).classes
-    if isinstance(labels, str):
-        raise ModelError(f"labels: expected a list of names, one for each of {classes} classes, got {labels!r}")
-    names = list(labels) if labels is not None else class_names(model)
+    names = class_names(model)
+    if labels is not None:
+        is_ordered = isinstance(labels, Iterable) and not isinstance(labels, str | Mapping | Set)
+        names = list(labels) if is_ordered else []
+        if not is_ordered or not all(isinstance(name, str) for name in names):
+            raise ModelError(f"labels: expected a list of names, one for each of {classes} classes, got {labels!r:.80}")
     if names is None:
         return {}
     if len(names) != classes:
@@ -572,7 +581,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _path(folder: Any) -> Path:
-    if not isinstance(folder, str | os.PathLike) or "\0" in os.fspath(folder):
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in os.fspath(folder):
         raise PretrainedError(f"expected the path of a folder, got {folder!r}")
     return Path(folder)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "run several recipes on one model, and write a page and tables that compare them"
 RESUMABLE = True
+_BEGAN = "MASKAQ_COMPARE_BEGAN"
+"""Environment variable that tells the processes of `--workers` when their command began, by the machine's clock."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=converters.path, default="runs/compare", metavar="DIR", help="(default: runs/compare)"
     )
     parser.add_argument(
-        "--limit", type=converters.limit, default=math.inf, metavar="SECONDS", help="begin no row after this time"
+        "--limit",
+        type=converters.limit,
+        default=math.inf,
+        metavar="SECONDS",
+        help="begin no row so long after the start of the command",
     )
     parser.add_argument("--keep-images", action="store_true", help="keep the images and checkpoints of every run")
     parser.add_argument(
@@ -91,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Arguments, invocation: Invocation) -> None:
+    began = float(os.environ.get(_BEGAN, time.monotonic()))  # before torch and the model are loaded
+
     from maskaq.cli import console as draw  # they bring torch and timm
     from maskaq.cli import resolve
     from maskaq.cli.evaluation import EvaluationImages
@@ -122,10 +131,9 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
         )
         for recipe in comparison.recipes.values():
             resolve.check_names(recipe)
-        began = time.monotonic()
         several = arguments.processes > 1 and comparison.is_left()
         if several:
-            for line in _by_processes(arguments, invocation, comparison, progress):
+            for line in _by_processes(arguments, invocation, comparison, progress, began):
                 console.print(_summary(line))
         if not several or comparison.is_left(again=False):
             for line in comparison.run(arguments.limit - (time.monotonic() - began)):
@@ -144,7 +152,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 
 def _by_processes(
-    arguments: Arguments, invocation: Invocation, comparison: "Comparison", progress: Any
+    arguments: Arguments, invocation: Invocation, comparison: "Comparison", progress: Any, began: float
 ) -> Iterator["Line"]:
     """Run the rows in several processes; yields each line when it is new or has measurements on more folders."""
     import torch
@@ -153,7 +161,8 @@ def _by_processes(
     words = (*invocation.words, "--workers", "1")
     known = comparison.lines()
     progress.note(f"{arguments.processes} processes run the rows; `maskaq status {arguments.out}` shows their progress")
-    with copies(words, environments(arguments.processes, gpus)) as started:
+    own = [found | {_BEGAN: str(began)} for found in environments(arguments.processes, gpus)]
+    with copies(words, own) as started:
         running = started
         while running:
             time.sleep(0.5)

@@ -54,11 +54,12 @@ class EvaluationImages:
         if task == "detection":
             coco_tools()  # needed to evaluate: a run that is evaluated at its end asks for it before it begins
         if options.data == DEMO_DATA:
+            _refuse_options_of_folders(options, f"{DEMO_DATA} is prepared and has its classes")
             return _demo_batches(model)
         name, _, count = options.data.partition(":")
         is_scenes = name == SCENES_DATA
         if task in _ANNOTATED:
-            _refuse_options_of_classifiers(options, task)
+            _refuse_options_of_folders(options, f"for classifiers alone; images for {task} keep their ratio")
             if is_scenes:
                 return scene_images(model, _number_of_scenes(count), workers=options.readers, batch=_SCENES_AT_ONCE)
             return _ANNOTATED[task](options.data, model, workers=options.readers)
@@ -74,7 +75,8 @@ class EvaluationImages:
         )
 
 
-def _refuse_options_of_classifiers(options: DataOptions, task: str) -> None:
+def _refuse_options_of_folders(options: DataOptions, reason: str) -> None:
+    """DataError for options that are for folders of one sub-folder per class."""
     values = {
         "--class-index": options.class_index,
         "--crop-pct": options.crop_pct,
@@ -82,7 +84,7 @@ def _refuse_options_of_classifiers(options: DataOptions, task: str) -> None:
     }
     given = [option for option, value in values.items() if value is not None]
     if given:
-        raise DataError(f"{' and '.join(given)}: for classifiers alone; images for {task} keep their ratio")
+        raise DataError(f"{' and '.join(given)}: {reason}")
 
 
 def _number_of_scenes(text: str) -> int:

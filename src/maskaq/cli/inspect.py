@@ -70,6 +70,7 @@ def run(arguments: Arguments, invocation: Invocation) -> None:
 
 def _show_file(arguments: Arguments, console: Console) -> None:
     """What an exported file says of itself: preprocessing, labels, where it comes from."""
+    from maskaq.artifact.export.metadata import DIGEST
     from maskaq.artifact.export.runtimes import RUNTIMES, bytes_of, metadata_of
 
     name = arguments.model.model
@@ -77,6 +78,8 @@ def _show_file(arguments: Arguments, console: Console) -> None:
     notes = metadata_of(name)
     table = Table(title=f"{name}   ({bytes_of(name) / 1e6:.2f} MB)", title_justify="left", show_header=False)
     table.add_row("runtime", RUNTIMES.get(Path(name).suffix, "PyTorch (torch.export.load)"))
+    if Path(name).suffix != ".pt2":  # a zip file, which has its own checksums
+        notes.setdefault(DIGEST, "none: its weights are not checked (files of earlier versions, and of ExecuTorch)")
     for key, value in notes.items():
         table.add_row(key, _as_text(key, value))
     console.print(table)

@@ -10,9 +10,9 @@ from typing import Any
 
 from PIL import Image
 
-from maskaq.errors import ExportError, unwritable
+from maskaq.errors import ExportError, MaskaqError, unwritable
 from maskaq.images.sets import SyntheticSet
-from maskaq.storage.files import write_bytes_atomic
+from maskaq.storage.files import rename_, write_bytes_atomic
 
 MANIFEST = "manifest.json"
 LIST = "files.txt"
@@ -54,6 +54,9 @@ def write_pngs(
         write_bytes_atomic(begun / MANIFEST, json.dumps({**notes, "images": rows}, indent=1).encode() + b"\n")
         write_bytes_atomic(begun / LIST, "".join(f"{row['file']}\n" for row in rows).encode())
         begun.replace(path)
+    except MaskaqError as error:
+        rename_(error, begun, path)
+        raise
     except OSError as error:
         raise ExportError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:

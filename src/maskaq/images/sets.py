@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,15 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from maskaq.errors import DataError, ModelError
+from maskaq.errors import DataError, ModelError, unknown
 from maskaq.models import data_config
 from maskaq.tasks import task_of
+
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_LEAST_CROP = 0.01
+"""Of a smaller share, the whole image would not fit in memory."""
+_MOST_READERS = 32
+"""Per core: more processes stall the machine."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,12 @@ def image_folder(
     classes. With it, a JSON file maps the name of each sub-folder to its class, so that a subset of the classes will
     do. For a model without a classifier there may be any number of sub-folders, or none: then images have the label -1.
     """
+    _check_path("path", path)
+    if class_index is not None:
+        _check_path("class_index", class_index)
+    _check_preparation(crop_pct, interpolation)
+    _check_count("batch", batch, 1, sys.maxsize)
+    _check_count("workers", workers, 0, _MOST_READERS * (os.cpu_count() or 1))
     root = Path(path)
     has_classes = task_of(model).name == "classification"
     expected = "expected a folder with one sub-folder of images per class"
@@ -124,6 +137,24 @@ def image_folder(
             )
         dataset.target_transform = _class_map(dataset.classes, int(count), root, class_index).__getitem__
     return Loader(dataset, batch_size=batch, num_workers=workers)
+
+
+def _check_path(name: str, path: Any) -> None:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise DataError(f"{name}: expected a path, got {path!r:.80}")
+
+
+def _check_preparation(crop_pct: Any, interpolation: Any) -> None:
+    is_number = isinstance(crop_pct, int | float) and not isinstance(crop_pct, bool)
+    if crop_pct is not None and not (is_number and _LEAST_CROP <= crop_pct <= 1):
+        raise DataError(f"crop_pct: expected a number from {_LEAST_CROP} to 1, got {crop_pct!r:.80}")
+    if interpolation is not None and interpolation not in _INTERPOLATIONS:
+        raise DataError(unknown("interpolation", str(interpolation), _INTERPOLATIONS))
+
+
+def _check_count(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise DataError(f"{name}: expected a whole number from {low} to {high}, got {value!r:.80}")
 
 
 class _Unlabelled(Dataset):

@@ -23,7 +23,8 @@ def pick_device(device: str | torch.device | None = None) -> torch.device:
     if device is None or str(device) == "cuda":
         device = ranks.local_device() or device
     try:
-        picked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        picked = torch.device(default if device is None else device)
         torch.zeros(1, device=picked).item()
     except TypeError as error:
         raise DeviceError(f"device: expected a name such as cpu or cuda:1, got {device!r}") from error

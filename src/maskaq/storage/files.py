@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from maskaq.errors import RunFolderError
+from maskaq.errors import MaskaqError, RunFolderError
 
 RESTORE = "put the file back from a copy"
 
@@ -51,6 +51,11 @@ def explained(path: Path, needed: int = 4096) -> Iterator[None]:
         else:
             message = f"cannot write {path}: {error.strerror or error}"
         raise RunFolderError(message) from error
+
+
+def rename_(error: MaskaqError, temp: Path, path: Path) -> None:
+    """Make an error name a file or folder by the name that it would have had, not by its temporary one."""
+    error.args = (str(error).replace(str(temp), str(path)),)
 
 
 class DamagedError(RunFolderError):

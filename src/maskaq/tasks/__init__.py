@@ -1,10 +1,11 @@
 """The tasks: what models are for. A new one is a file with a `Task`, listed in `TASKS`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from maskaq.errors import ModelError, unknown
+from maskaq.errors import DataError, ModelError, unknown
 from maskaq.models import task_name
 from maskaq.progress import Progress
 from maskaq.shapes import Geometry
@@ -47,6 +48,8 @@ def task_named(name: str) -> Task:
 
 def task_of(model: Any) -> Task:
     """The task of a model: exposed, of timm, or of a runtime."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a model, such as one of maskaq.load_model, got {model!r:.80}")
     found = getattr(model, "_maskaq_geometry", None)
     return task_named(found.task if isinstance(found, Geometry) else task_name(model))
 
@@ -62,7 +65,10 @@ def evaluate(
     Args:
         full: the evaluation of the full-precision model on the same images, which features are compared with.
     """
-    return task_of(model).evaluate(model, batches, progress, full)
+    task = task_of(model)
+    if not isinstance(batches, Iterable):
+        raise DataError(f"batches: expected pairs of images and labels, as a DataLoader gives, got {batches!r:.80}")
+    return task.evaluate(model, batches, progress, full)
 
 
 def lost_to_rounding(full: Evaluation, rtn: Evaluation) -> tuple[float, float]:

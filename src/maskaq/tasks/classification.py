@@ -95,8 +95,8 @@ class Classification(Task):
         hits1 = hits5 = n = 0
         for logits, labels in outputs(model, batches, progress):
             classes = logits.shape[1]
-            if len(labels) and int(labels.max()) >= classes:
-                raise DataError(f"labels: expected classes from 0 to {classes - 1}, got {int(labels.max())}")
+            if len(odd := labels[(labels < 0) | (labels >= classes)]):
+                raise DataError(f"labels: expected classes from 0 to {classes - 1}, got {int(odd[0])}")
             hit = logits.topk(min(5, classes), dim=1).indices == labels[:, None]
             hits1 += int(hit[:, 0].sum())
             hits5 += int(hit.sum())

@@ -14,7 +14,7 @@ from maskaq.quant.twin import frozen
 from maskaq.shapes import Geometry
 from maskaq.tasks.drawing import size_of_drawing, with_objects
 from maskaq.tasks.metrics import Instances
-from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged
+from maskaq.tasks.outputs import annotated, device_of, evaluating, measured, refuse_damaged
 from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Layout, Outputs, Task
 
 _REACHED = 0.2
@@ -120,7 +120,7 @@ class Detection(Task):
         instances = Instances(int(model.num_classes))
         refuse_damaged(model)
         with evaluating(model):
-            for images, truths in batches:
+            for images, truths in map(annotated, batches):
                 sizes = [truth["size"] for truth in truths]
                 for found, truth in zip(model.detect(images.to(device), sizes=sizes), truths, strict=True):
                     instances.add({name: x.cpu() for name, x in found.items()}, truth, truth["size"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskaq.errors import DataError
+from maskaq.errors import DataError, ModelError
 from maskaq.progress import Progress
 from maskaq.quant.twin import frozen
 from maskaq.tasks.task import Batches, Outputs
@@ -40,6 +40,7 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if found is None else found
 
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DAMAGED = "contain NaN or Inf; its weights or ranges are damaged"
 
 
@@ -68,14 +69,47 @@ def refuse_not_finite(outputs: Tensor) -> None:
         raise DataError(f"the model's outputs {_DAMAGED}")
 
 
+def _labelled(batch: Any) -> tuple[Tensor, Tensor]:
+    """The images and labels of a batch. DataError for others, which torch would take and count something else."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+        raise DataError(f"batches: expected pairs of tensors (images, labels), got {_kind(batch)}")
+    images, labels = batch
+    if not images.is_floating_point() or not images.ndim:
+        raise DataError(f"images: expected normalised floats, as maskaq.image_folder gives, got {_kind(images)}")
+    if labels.dtype not in _WHOLE or labels.shape != images.shape[:1]:
+        raise DataError(f"labels: expected whole numbers, one for each of {len(images)} images, got {_kind(labels)}")
+    return images, labels
+
+
+def annotated(batch: Any) -> tuple[Tensor, Sequence[Mapping[str, Any]]]:
+    """The images of a batch and their annotations; DataError if it is something else."""
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[0], Tensor)
+    if not is_pair or not isinstance(batch[1], list | tuple) or not all(isinstance(x, Mapping) for x in batch[1]):
+        raise DataError(f"batches: expected pairs (images, a list of their annotations), got {_kind(batch)}")
+    return batch[0], batch[1]
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for messages."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {', '.join(type(part).__name__ for part in value[:4]) or 'nothing'}"
+    return type(value).__name__
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, batches: Batches, progress: Progress | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """(outputs, labels) of each batch, on the model's device; DataError where an output is not finite."""
     progress = progress or Progress()
     device, dtype = device_of(model), next((weight.dtype for weight in model.parameters()), torch.float32)
     with evaluating(model):
-        for images, labels in batches:
+        for images, labels in map(_labelled, batches):
             found = model(images.to(device, dtype))
+            if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
+                raise ModelError(
+                    f"outputs: expected a tensor with a row for each of {len(images)} images, got {_kind(found)}"
+                )
             refuse_not_finite(found)
             yield found, labels.to(device)
             progress.advance(len(labels))

@@ -16,7 +16,7 @@ from maskaq.shapes import Geometry
 from maskaq.tasks.classification import kl
 from maskaq.tasks.drawing import size_of_drawing, with_classes
 from maskaq.tasks.metrics import IGNORED, Confusion, class_map
-from maskaq.tasks.outputs import device_of, evaluating, measured, refuse_damaged, refuse_not_finite
+from maskaq.tasks.outputs import annotated, device_of, evaluating, measured, refuse_damaged, refuse_not_finite
 from maskaq.tasks.task import CLASS_TERMS, LOGIT_TERMS, Batches, Column, Layout, Outputs, Task
 
 _SURE = 0.5
@@ -97,7 +97,7 @@ class Segmentation(Task):
         confusion = Confusion(int(model.num_classes))  # type: ignore[arg-type]
         refuse_damaged(model)
         with evaluating(model):
-            for images, truths in batches:
+            for images, truths in map(annotated, batches):
                 outputs = model(images.to(device))
                 refuse_not_finite(outputs)
                 for logits, truth in zip(outputs, truths, strict=True):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from maskaq.artifact.export.targets import SUFFIXES, check_grids, check_options
-from maskaq.errors import ExportError, unwritable
-from maskaq.storage.files import replace_together
+from maskaq.errors import ExportError, MaskaqError, unwritable
+from maskaq.storage.files import rename_, replace_together
 
 if TYPE_CHECKING:
     from maskaq.artifact.export.agreement import Agreement
@@ -64,6 +64,9 @@ def export(
 
             verify_pt2(export_pt2(model, unproven, metadata), model, images)
         replace_together(moves)
+    except MaskaqError as error:
+        rename_(error, unproven.with_suffix(""), path.with_suffix(""))  # without suffixes: OpenVINO has two files
+        raise
     finally:
         for left in moves:
             with suppress(OSError):  # an error before it says more

@@ -11,10 +11,13 @@ import maskaq
 from maskaq.errors import ExportError
 from maskaq.models import class_names, data_config, geometry
 from maskaq.quant.deployed import CodedWeight, FixedGrid
-from maskaq.storage.files import misfit
+from maskaq.storage.files import misfit, short
 
 PREFIX = "maskaq."
 """Begins the names of our entries in a file's metadata."""
+
+DIGEST = "sha256"
+"""The note with the digest of a file's numbers, under the name of what was digested: {"initializers": "3f0a..."}."""
 
 REMEDY = "copy it again, or export it again with `maskaq export`"
 """Advice for a file that cannot be used."""
@@ -30,6 +33,7 @@ _FORM = {
     "classes?": int,
     "labels?": [str],
     "architecture?": {"name": str, "args": dict},
+    f"{DIGEST}?": {"*": str},
 }
 
 
@@ -68,6 +72,16 @@ def checked(notes: Any, file: str | Path) -> dict[str, Any]:
         raise ExportError(f"{file} is damaged: its notes have another form: {wrong.lstrip(': ')}; {REMEDY}")
     found: dict[str, Any] = notes
     return found
+
+
+def check_digest(notes: Mapping[str, Any], what: str, found: str, file: str | Path) -> None:
+    """ExportError if a file holds other numbers than were exported. Files of earlier versions have no digest."""
+    expected = (notes.get(DIGEST) or {}).get(what, found)
+    if expected != found:
+        raise ExportError(
+            f"{file} is damaged or was changed: expected {short(expected)} as the sha256 of its {what}, got "
+            f"{short(found)}; {REMEDY}"
+        )
 
 
 def as_text(value: Any) -> str:

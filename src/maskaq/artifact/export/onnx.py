@@ -36,11 +36,13 @@ by GatherElements, which takes a tenth of the time that Gather takes in ONNX Run
 import contextlib
 import copy
 import io
+import json
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ import torch
 from torch import Tensor, nn
 
 import maskaq
-from maskaq.artifact.export.metadata import PREFIX, REMEDY, as_text, describe, ours
+from maskaq.artifact.export.metadata import DIGEST, PREFIX, REMEDY, as_text, check_digest, describe, ours
 from maskaq.artifact.export.programs import Program, program_of
 from maskaq.errors import ExportError
 from maskaq.models import AttentionProducts, data_config
@@ -71,6 +73,7 @@ OPSET = 21
 """The first with INT4."""
 CODES = ".codes"
 """Ends the names of tensors that hold integer codes: those of a grid's output and of a weight."""
+_INITIALIZERS = "initializers"
 _DOMAIN = "maskaq"
 _OPERANDS = ("a_grid", "b_grid")
 _SEEN = "traced_model."
@@ -131,12 +134,23 @@ def export_float(model: nn.Module, file: str | Path) -> Path:
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
-    """The entries that maskaq wrote into a file."""
+    """The entries that maskaq wrote into a file; ExportError if its initializers are not those that it was given."""
     try:
-        entries = onnx.load(str(file)).metadata_props
+        proto = onnx.load(str(file))
     except Exception as error:  # the parser's own classes, and OSError
         raise ExportError(f"cannot read {file} as an ONNX file: {error}; {REMEDY}") from error
-    return ours({entry.key: entry.value for entry in entries}, file, "metadata")
+    notes = ours({entry.key: entry.value for entry in proto.metadata_props}, file, "metadata")
+    check_digest(notes, _INITIALIZERS, _digest(proto), file)
+    return notes
+
+
+def _digest(proto: onnx.ModelProto) -> str:
+    """SHA-256 of the initializers, in the order of their names."""
+    found = sha256()
+    for tensor in sorted(proto.graph.initializer, key=lambda tensor: str(tensor.name)):  # bytes, if it is damaged
+        found.update(json.dumps([str(tensor.name), tensor.data_type, list(tensor.dims)]).encode())
+        found.update(tensor.raw_data)
+    return found.hexdigest()
 
 
 def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> Path:
@@ -144,6 +158,7 @@ def _write(program: ir.Model, file: str | Path, metadata: Mapping[str, Any]) -> 
     program.metadata_props.update({PREFIX + key: as_text(value) for key, value in metadata.items()})
     proto = ir.to_proto(program)
     proto = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    proto.metadata_props.add(key=PREFIX + DIGEST, value=as_text({_INITIALIZERS: _digest(proto)}))
     onnx.checker.check_model(proto, full_check=True)
     write_bytes_atomic(file, proto.SerializeToString(deterministic=True))
     return Path(file)

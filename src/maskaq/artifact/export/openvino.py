@@ -16,6 +16,7 @@ and would store 4 bits in 8.
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from maskaq.artifact.export import weights_of
 from maskaq.errors import ExportError
 from maskaq.quant.deployed import DeployedConv2d, DeployedLinear, FixedGrid, LogGrid
+from maskaq.storage.files import write_bytes_atomic
 
 try:
     import openvino
@@ -32,7 +35,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ExportError(f'OpenVINO files need more packages ({error}): pip install "maskaq[openvino]"') from error
 
-from maskaq.artifact.export.metadata import PREFIX, REMEDY, ours
+from maskaq.artifact.export.metadata import DIGEST, PREFIX, REMEDY, as_text, check_digest, ours
 from maskaq.artifact.export.onnx import CODES, QDQ, export_onnx
 from maskaq.artifact.export.programs import OUTPUT
 from maskaq.artifact.export.verify import (
@@ -47,6 +50,7 @@ from maskaq.artifact.export.verify import (
     summary,
 )
 
+_BIN = ".bin"
 _LEVELS = 256
 _CORE = openvino.Core()
 """One for the process. Each has signals handled on a stack of its own, and gives back the one before when it goes: of
@@ -57,7 +61,7 @@ _ON_GRID = ".on_grid"
 
 def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] | None = None) -> Path:
     """Write a deployed model as `file` and its `.bin`: input, output and notes as in `export_onnx`."""
-    path = Path(file)
+    path, unknown = Path(file), 64 * "?"
     with tempfile.TemporaryDirectory() as folder:
         onnx = Path(folder) / "model.onnx"
         program = _CORE.read_model(export_onnx(model, onnx, metadata, QDQ))
@@ -66,12 +70,20 @@ def export_openvino(model: nn.Module, file: str | Path, metadata: Mapping[str, A
             for call in calls_of(name, nodes, ".quantize"):
                 _fuse_grid(nodes, call, grid)
         program.validate_nodes_and_infer_types()
+        program.set_rt_info(as_text({_BIN: unknown}), ["framework", PREFIX + DIGEST])  # in place of the ONNX file's
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             openvino.save_model(program, path, compress_to_fp16=False)
         except RuntimeError as error:
             raise ExportError(f"OpenVINO could not write {path}, perhaps for a full disk: {error}") from error
+    graph = path.read_bytes()
+    write_bytes_atomic(path, graph.replace(unknown.encode(), _digest(path).encode(), 1))
     return path
+
+
+def _digest(file: str | Path) -> str:
+    """SHA-256 of the numbers beside a graph."""
+    return sha256(weights_of(file).read_bytes()).hexdigest()
 
 
 def _fuse_grid(nodes: Mapping[str, Any], name: str, grid: FixedGrid) -> None:
@@ -120,8 +132,10 @@ def read(file: str | Path) -> "openvino.Model":
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
-    """The entries that maskaq wrote into a file."""
-    return _notes(read(file), file)
+    """The entries that maskaq wrote into a file; ExportError if the numbers beside it are not those that it wrote."""
+    notes = _notes(read(file), file)
+    check_digest(notes, _BIN, _digest(file), file)
+    return notes
 
 
 def precision_of(program: "openvino.Model") -> str:

@@ -40,9 +40,11 @@ def export_pt2(model: nn.Module, file: str | Path, metadata: Mapping[str, Any] |
 
 
 def metadata_of(file: str | Path) -> dict[str, Any]:
-    """The entries that maskaq wrote into a program, read without loading it."""
+    """The entries that maskaq wrote into a program, read without loading it; ExportError if a part is damaged."""
     try:
         with zipfile.ZipFile(file) as archive:
+            if damaged := archive.testzip():  # by the zip file's own checksums
+                raise ValueError(f"wrong checksum of {damaged}")
             name = next((name for name in archive.namelist() if name.endswith(f"/{NOTES}")), None)
             found = {} if name is None else json.loads(archive.read(name))
     except Exception as error:  # a damaged zip file raises any of a dozen classes

@@ -1,10 +1,12 @@
 """What synthesis promises: sound images, each made as if it were alone, and no harm from NaN or a full memory."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from helpers import DENSE_TERMS, Ears, hook, pair, small_recipe, tiny_swin, tiny_vit
+from timm.data import IMAGENET_DEFAULT_STD
 
 from maskaq.errors import RecipeError, SynthesisError
 from maskaq.images import synthesis
@@ -92,6 +94,25 @@ def test_any_number_of_steps_is_done_and_the_first_and_last_are_logged(steps):
     make = maker(f"synthesis.steps={steps}")
     make(numbers(1))
     assert (make.curves[0]["step"], make.curves[-1]["step"]) == (0, steps - 1)
+
+
+def test_in_pixels_images_change_as_fast_whatever_std_the_model_has():
+    """Adam's first step moves every value by the learning rate: 0.1 of ImageNet's std is 5.8 greys."""
+
+    def made(steps, unit, std):
+        build = partial(tiny_vit, pretrained_cfg_overlay={"mean": (0.5,) * 3, "std": std})
+        recipe = small_recipe("synthesis.start=dead_leaves", f"synthesis.steps={steps}", f"synthesis.lr_unit={unit}")
+        return Synthesizer(*pair(recipe, build), recipe)(numbers(2)).images
+
+    def greys(unit, std):
+        before, after = (made(steps, unit, std).int() for steps in (0, 1))
+        is_free = (before > 30) & (before < 225)  # from black and white there is one way only
+        return (after - before).abs()[is_free].float().mean().item()
+
+    assert torch.equal(made(2, "pixels", IMAGENET_DEFAULT_STD), made(2, "input", IMAGENET_DEFAULT_STD))
+    assert greys("input", (0.5,) * 3) == pytest.approx(0.1 * 0.5 * 255, rel=0.05)
+    for std in (IMAGENET_DEFAULT_STD, (0.5,) * 3, (1.0,) * 3):
+        assert greys("pixels", std) == pytest.approx(0.1 * 0.226 * 255, rel=0.05)
 
 
 def test_jitter_does_not_change_where_an_image_lies():

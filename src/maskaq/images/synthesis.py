@@ -1,6 +1,7 @@
 """Synthesise images: optimise pixels, from noise or dead leaves, for an objective of P and Q (Sec. 2.1-2.3)."""
 
 import math
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from timm.data import IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -209,7 +211,7 @@ class Synthesizer:
         snapshots = {0: images[0]}
         if steps:
             labels = self._targets(indices)
-            lr = self.recipe.lr_in_round(round_index)
+            lr = self._lr(round_index)
             images, snapshots = self._optimise(images, labels, keys, self._layouts(indices), steps, lr)
         else:  # nothing to optimise: the start images are the result
             self.curves = []
@@ -217,6 +219,13 @@ class Synthesizer:
         frames = to_bytes(self.geometry.pixels(torch.stack(list(snapshots.values())))).cpu()
         self.trajectory = Trajectory(int(indices[0]), frames, list(snapshots))
         return images
+
+    def _lr(self, round_index: int) -> float:
+        """Adam's learning rate in a round, at its first step, in units of the model's input."""
+        lr = self.recipe.lr_in_round(round_index)
+        if self.config.lr_unit == "input":
+            return lr
+        return lr * statistics.mean(IMAGENET_DEFAULT_STD) / statistics.mean(self.geometry.std)
 
     def _targets(self, indices: Tensor) -> Tensor:
         return self.task.targets(indices, self.geometry.classes)
@@ -288,7 +297,7 @@ class Synthesizer:
         keys = self._keys(indices, round_index, attempt=1)
         if not self.objective.own or not steps:
             return ""
-        schedule = self._schedule(steps, self.recipe.lr_in_round(round_index))
+        schedule = self._schedule(steps, self._lr(round_index))
         layout = self._layouts(indices)
         buffers = self._new_buffers(len(indices), schedule, layout)
         start = self._start(randomness.fold(keys, "start"))

@@ -261,7 +261,13 @@ class Synthesis(_Table, path="synthesis"):
         choices=("noise", "dead_leaves"),
     )
     batch: int = setting(32, "images optimised together, and images in a stored shard", low=1)
-    lr: float = setting(0.1, "Adam's learning rate on the pixels (normalised)", low=0.0, high=_LARGEST_LR)
+    lr: float = setting(0.1, "Adam's learning rate on the pixels", low=0.0, high=_LARGEST_LR)
+    lr_unit: str = setting(
+        "input",
+        "what lr measures: the model's normalised input, as in the paper (input), or changes of pixels (pixels): then lr "
+        "is for ImageNet's std, and is scaled to the model's, so that images of all models change as fast",
+        choices=("input", "pixels"),
+    )
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)
     beta1: float = setting(0.9, "Adam's first-moment decay", low=0.0, high=0.9999)
     beta2: float = setting(0.999, "Adam's second-moment decay", low=0.0, high=0.999999)

@@ -264,8 +264,8 @@ class Synthesis(_Table, path="synthesis"):
     lr: float = setting(0.1, "Adam's learning rate on the pixels", low=0.0, high=_LARGEST_LR)
     lr_unit: str = setting(
         "input",
-        "what lr measures: the model's normalised input, as in the paper (input), or changes of pixels (pixels): then lr "
-        "is for ImageNet's std, and is scaled to the model's, so that images of all models change as fast",
+        "what lr measures: input, the model's normalised input, as in the paper; pixels, changes of pixels: lr is for "
+        "ImageNet's std and is scaled to the model's, so that images of all models change as fast (not in the paper)",
         choices=("input", "pixels"),
     )
     lr_final: float = setting(0.01, "share of lr left at the last step of the cosine", low=0.0, high=1.0)

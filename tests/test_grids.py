@@ -22,8 +22,9 @@ from helpers import (
 
 import maskaq
 from maskaq.artifact.export import export
+from maskaq.artifact.export.targets import check_grids
 from maskaq.cli.main import main
-from maskaq.errors import ModelError, RecipeError
+from maskaq.errors import ExportError, ModelError, RecipeError
 from maskaq.images.stored import noise
 from maskaq.models import expose
 from maskaq.quant import grid, ranges
@@ -32,7 +33,7 @@ from maskaq.quant.plan import QuantPlan, build_plan, plan_of
 from maskaq.quant.quantizers import QUANTIZERS, Log, make_quantizer, quantizer
 from maskaq.quant.rotation import teacher_of
 from maskaq.quant.site import Site
-from maskaq.quant.twin import deploy
+from maskaq.quant.twin import deploy, quantizers
 from maskaq.recipe.schema import Quantization, Rule, load_recipe
 from maskaq.runs import opened
 from maskaq.runs.quantize import quantize
@@ -267,6 +268,12 @@ def test_rotated_values_and_targets_without_zero_points_have_no_log_grid_behind_
         pair(small_recipe(setting, *GELU))
 
 
+def test_tensorrt_refuses_it_with_the_setting_that_would_do():
+    _, student = pair(small_recipe("quantization.target=symmetric", "quantization.mlp=relu", *GELU))
+    with pytest.raises(ExportError, match=r"fc2\.grid has a logarithmic grid.*quantization\.gelu=same"):
+        check_grids(deploy(student), "onnx", "tensorrt")
+
+
 # ---- ranges of heads
 
 
@@ -374,6 +381,22 @@ def test_a_run_calibrates_resumes_and_reports(tmp_path):
     assert opened.write_report(out).exists()
 
 
+def test_behind_gelu_the_embedded_vit_loses_less_than_with_a_uniform_grid(tmp_path):
+    images, losses = None, []
+    for rule in ((), GELU):
+        teacher, student = pair(small_recipe("quantization.bits=w4a4", *rule), lambda: maskaq.load_model("cifar10_vit"))
+        images = noise(teacher, 6, 1) if images is None else images
+        for own in quantizers(student).values():
+            own.drop = 0.0 if own.site.name.endswith("fc2.input") else 1.0  # the others in float
+        losses.append((student(images) - teacher(images)).square().mean().item())
+        for own in quantizers(student).values():
+            own.drop = 0.0
+    assert losses[1] < losses[0] / 2
+    maskaq.save_pretrained(student, tmp_path / "saved", architecture={"name": "cifar10_vit"})
+    saved = maskaq.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved(images), student(images))
+
+
 def test_inspect_says_them(capsys):
     given = [word for rule in KINDS["both"] for word in ("--set", rule)]
     assert main(["inspect", "cifar10_vit", "--bits", "w3a3", *given]) == 0
@@ -407,20 +430,21 @@ def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
 
 
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
-@pytest.mark.parametrize("change", ["level", pytest.param("scale of a head", marks=pytest.mark.slow)])
-def test_a_file_with_another_table_or_scale_is_refused(tmp_path, change):
+@pytest.mark.parametrize("change", mostly_slow(["level", "scale of a head", "zero point"], "level"))
+def test_a_file_with_another_table_scale_or_zero_point_is_refused(tmp_path, change):
     from maskaq.artifact.export.onnx import export_onnx
     from maskaq.artifact.export.verify import verify
-    from maskaq.errors import ExportError
 
-    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"]))
+    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"], *GELU))
     model, wrong = deploy(student), deploy(student)
     softmax = wrong.blocks[0].attn.av.a_grid
     if change == "level":
         softmax.levels[3] += 1
+    elif change == "zero point":
+        wrong.blocks[0].mlp.fc2.grid.zero_point += 1
     else:
         softmax.scale[1] *= 1.1
-    with pytest.raises(ExportError, match=r"blocks\.0\.attn\.av\.a_grid|logits differ"):
+    with pytest.raises(ExportError, match=r"blocks\.0\.(attn\.av\.a_grid|mlp\.fc2\.grid)|logits differ"):
         verify(export_onnx(wrong, tmp_path / "model.onnx"), model, noise(teacher, 5, 1))
 
 

@@ -339,7 +339,8 @@ def test_a_log_grid_and_ranges_of_heads_take_the_fused_kernel(fast, build):
     rules = ('{match="*.av.a", quantizer="log"}', '{match="*.qk.*", granularity="head"}')
     rules = (*rules, '{match="*.av.*", granularity="head"}')
     names = ("class_prior", "attention_alignment")
-    assert_alike(fast, *(f"quantization.rule={rule}" for rule in rules), build=build, only=names)
+    settings = ("quantization.gelu=log", *(f"quantization.rule={rule}" for rule in rules))
+    assert_alike(fast, *settings, build=build, only=names)
     assert fast.blocks(fused=True) and not fast.blocks(fused=False)
 
 

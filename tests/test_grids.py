@@ -1,4 +1,4 @@
-"""The log grid of the softmax, and ranges of single heads: maths, student, saved model, exported files."""
+"""Log grids of the softmax and behind GELU, and ranges of single heads: maths, student, saved model, exported files."""
 
 import itertools
 import json
@@ -22,16 +22,18 @@ from helpers import (
 
 import maskaq
 from maskaq.artifact.export import export
+from maskaq.artifact.export.targets import check_grids
 from maskaq.cli.main import main
-from maskaq.errors import ModelError, RecipeError
+from maskaq.errors import ExportError, ModelError, RecipeError
 from maskaq.images.stored import noise
 from maskaq.models import expose
 from maskaq.quant import grid, ranges
 from maskaq.quant.deployed import FixedGrid, LogGrid
 from maskaq.quant.plan import QuantPlan, build_plan, plan_of
 from maskaq.quant.quantizers import QUANTIZERS, Log, make_quantizer, quantizer
+from maskaq.quant.rotation import teacher_of
 from maskaq.quant.site import Site
-from maskaq.quant.twin import deploy
+from maskaq.quant.twin import deploy, quantizers
 from maskaq.recipe.schema import Quantization, Rule, load_recipe
 from maskaq.runs import opened
 from maskaq.runs.quantize import quantize
@@ -39,12 +41,21 @@ from maskaq.storage.runfolder import QUANTIZED
 
 LOG = ('quantization.rule={match="*.av.a", quantizer="log"}',)
 HEAD = tuple(f'quantization.rule={{match="*.{product}.*", granularity="head"}}' for product in ("qk", "av"))
-KINDS = {"log": LOG, "head": HEAD, "both": LOG + HEAD}
+GELU = ('quantization.rule={match="*.fc2.input", quantizer="log"}',)
+KINDS = {"log": LOG, "gelu": GELU, "head": HEAD, "both": LOG + HEAD}
 MODELS = {"vit": (tiny_vit, VIT, VIT_ARGS), "swin": (tiny_swin, SWIN, SWIN_ARGS)}
 
 
 def site(bits=3, heads=None, signed=False, **more):
     return Site("blocks.0.attn.av.a", "activation", bits, signed, quantizer="log", heads=heads, **more)
+
+
+def behind_gelu(bits=3, quantizer="log"):
+    return Site("blocks.0.mlp.fc2.input", "activation", bits, True, quantizer=quantizer)
+
+
+def gelu_outputs(*shape, seed=0):
+    return torch.nn.functional.gelu(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 2)
 
 
 def probabilities(*shape, seed=0):
@@ -114,8 +125,8 @@ def test_a_scale_for_each_head_gets_the_gradient_of_its_head():
 @pytest.mark.parametrize("method", ["minmax", "percentile", "mse"])
 def test_the_first_range_has_the_least_error_of_all_spans(method):
     values = probabilities(4, 30, 30).reshape(1, -1)
-    levels, (top,) = ranges.log_grid(values, 3, method, 0.999)
-    assert (top == values.max()) == (method == "minmax")
+    levels, (low,), (top,) = ranges.log_grid(values, 3, method, 0.999)
+    assert (top == values.max()) == (method == "minmax") and low == 0
 
     def error(levels):
         return (grid.log_fake_quantize(values, top / 255, levels) - values).square().mean()
@@ -158,10 +169,109 @@ def test_codes_and_a_reload_give_the_forward_pass_exactly():
     assert again.ready and torch.equal(again.dequantize(again.codes(x)), own(x))
 
 
-@pytest.mark.parametrize("name", ["*.qk.a", "*.av.b", "*.mlp.fc1.input", "*.mlp.fc1.weight"])
-def test_what_can_be_negative_is_refused(name):
+@pytest.mark.parametrize("name", ["*.qk.a", "*.av.b", "*.mlp.fc1.weight"])
+def test_operands_that_are_negative_as_often_as_positive_are_refused(name):
     with pytest.raises(RecipeError, match=r"Log cannot serve blocks\.0"):
         pair(small_recipe(f'quantization.rule={{match="{name}", quantizer="log"}}'))
+
+
+# ---- the log grid with a zero point
+
+
+def test_with_a_zero_point_a_value_gets_the_nearest_level_of_its_8_bit_value():
+    levels, scale, zero = grid.log_levels(3, 4.0), torch.tensor(0.02), torch.tensor(9.0)
+    x = torch.randn(2000) * 2
+    codes = grid.log_quantize(x, scale, levels, zero)
+    values = grid.log_fake_quantize(x, scale, levels, zero)
+    for number, code, value in zip((x / scale).round().tolist(), codes.tolist(), values, strict=True):
+        step = min(max(number + 9, 0), 255)
+        assert abs(levels[code] - step) == min(abs(level - step) for level in levels.tolist())
+        assert value == (levels[code] - 9) * scale
+    assert torch.equal(grid.log_dequantize(codes, scale, levels, zero), values)
+    assert torch.equal(grid.level_table(levels)[((x / scale).round() + 9).clamp(0, 255).long()], levels[codes])
+
+
+def test_with_a_zero_point_and_all_levels_it_is_the_uniform_grid_with_its_gradients():
+    upstream, found = torch.randn(50, 40), []
+    for function in (grid.log_fake_quantize, grid.fake_quantize):
+        x, scale = (gelu_outputs(50, 40) - 0.1).requires_grad_(), torch.tensor(0.01, requires_grad=True)
+        zero = torch.tensor(9.0, requires_grad=True)
+        is_log = function is grid.log_fake_quantize
+        y = function(x, scale, grid.log_levels(8, 8.0), zero) if is_log else function(x, scale, zero, 0, 255)
+        (y * upstream).sum().backward()
+        found.append((y.detach(), x.grad, scale.grad, zero.grad))
+    assert (found[0][1] == 0).any() and found[0][3] != 0
+    torch.testing.assert_close(*found)
+
+
+def test_with_a_zero_point_the_scale_gets_the_error_inside_and_the_last_level_outside():
+    levels, zero = grid.log_levels(3, 4.0), 9
+    x, scale = (torch.randn(200, dtype=torch.float64) * 3).requires_grad_(), torch.tensor(0.02, requires_grad=True)
+    upstream = torch.randn(200, dtype=torch.float64)
+    (grid.log_fake_quantize(x, scale, levels, zero) * upstream).sum().backward()
+    expected = 0.0
+    for step, slope in zip((x / scale).tolist(), upstream.tolist(), strict=True):
+        place = round(step) + zero
+        level = grid.level_table(levels)[min(max(place, 0), 255)].item()
+        expected += slope * (level - zero - (step if 0 <= place <= 255 else 0.0))
+    assert scale.grad.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_behind_gelu_the_grid_begins_at_the_smallest_value_and_keeps_more_than_a_uniform_one():
+    x, errors = gelu_outputs(64, 96), []
+    for name in ("log", "lsq"):
+        own = make_quantizer(name, behind_gelu(4, name))
+        own.set_range(x, "mse")
+        errors.append((own(x) - x).square().mean().item())
+        if name == "log":
+            scale, zero = own.step(1)
+            assert (-zero * scale).item() == pytest.approx(x.min().item(), abs=scale.item())
+            assert zero == zero.round() and 0 < zero < 255
+    assert errors[0] < errors[1]
+
+
+def test_the_zero_point_learns_at_the_rate_of_lsq():
+    """Both have the parameters of a uniform grid of the same range, and the gradients of values below and above it."""
+    x, found = gelu_outputs(40, 50), []
+    for name in ("log", "lsq"):
+        own = make_quantizer(name, behind_gelu(3, name))
+        own.set_range(x, "minmax")
+        own.zero_point.data.fill_(7 * 51 / 255)  # a zero point of both grids, with values below and above their ends
+        own.scale.data.fill_(0.1)
+        own(x).sum().backward()
+        found.append(own.zero_point.grad)
+    outside = (x > 0.1 * (7 - 1.4 + 0.02)).sum() + (x < -0.142).sum()
+    assert found[0].item() == pytest.approx(-0.1 * outside.item() / (x.numel() * 7) ** 0.5, rel=0.02)
+    assert [name for name, _ in own.named_parameters()] == ["scale", "zero_point"]
+
+
+def test_with_a_zero_point_codes_and_a_reload_give_the_forward_pass_exactly():
+    x = gelu_outputs(2, 9, 24)
+    own, again = make_quantizer("log", behind_gelu()), make_quantizer("log", behind_gelu())
+    own.set_range(x, "mse")
+    again.load_state_dict(own.state_dict())
+    assert again.ready and torch.equal(again.dequantize(again.codes(x)), own(x))
+
+
+def test_the_setting_takes_the_log_grid_behind_every_gelu_that_is_not_rotated():
+    plan = build_plan(expose(tiny_vit()), Quantization(gelu="log"))
+    assert {s.name for s in plan if s.quantizer == "log"} == {f"blocks.{n}.mlp.fc2.input" for n in range(2)}
+    scheme = Quantization(gelu="log", rotate=("hidden",))
+    assert not any(s.quantizer == "log" for s in build_plan(teacher_of(tiny_vit(), scheme), scheme))
+    rectified = build_plan(expose(tiny_vit()), Quantization(gelu="log", mlp="relu"))
+    assert {s.signed for s in rectified if s.quantizer == "log"} == {False}
+
+
+@pytest.mark.parametrize("setting", ["quantization.rotate=hidden", "quantization.target=symmetric"])
+def test_rotated_values_and_targets_without_zero_points_have_no_log_grid_behind_gelu(setting):
+    with pytest.raises(RecipeError, match=r"Log cannot serve blocks\.0\.mlp\.fc2\.input"):
+        pair(small_recipe(setting, *GELU))
+
+
+def test_tensorrt_refuses_it_with_the_setting_that_would_do():
+    _, student = pair(small_recipe("quantization.target=symmetric", "quantization.mlp=relu", *GELU))
+    with pytest.raises(ExportError, match=r"fc2\.grid has a logarithmic grid.*quantization\.gelu=same"):
+        check_grids(deploy(student), "onnx", "tensorrt")
 
 
 # ---- ranges of heads
@@ -233,9 +343,11 @@ def test_deployed_and_saved_they_give_the_students_outputs(tmp_path, family, kin
     assert plan_of(saved) == plan_of(student)
     grids = [module for module in saved.modules() if isinstance(module, FixedGrid)]
     assert any(isinstance(module, LogGrid) for module in grids) == (kind != "head")
-    assert any(module.scale.shape[:1] == (2,) for module in grids) == (kind != "log")
+    assert any(bool(module.zero_point.any()) for module in grids if isinstance(module, LogGrid)) == (kind == "gelu")
+    of_heads = kind in ("head", "both")
+    assert any(module.scale.shape[:1] == (2,) for module in grids) == of_heads
     card = (tmp_path / "README.md").read_text()
-    assert ("logarithmic grid" in card) == (kind != "head") and ("for each head" in card) == (kind != "log")
+    assert ("logarithmic grid" in card) == (kind != "head") and ("for each head" in card) == of_heads
 
 
 def test_a_model_without_them_says_nothing_of_them(tmp_path):
@@ -269,6 +381,22 @@ def test_a_run_calibrates_resumes_and_reports(tmp_path):
     assert opened.write_report(out).exists()
 
 
+def test_behind_gelu_the_embedded_vit_loses_less_than_with_a_uniform_grid(tmp_path):
+    images, losses = None, []
+    for rule in ((), GELU):
+        teacher, student = pair(small_recipe("quantization.bits=w4a4", *rule), lambda: maskaq.load_model("cifar10_vit"))
+        images = noise(teacher, 6, 1) if images is None else images
+        for own in quantizers(student).values():
+            own.drop = 0.0 if own.site.name.endswith("fc2.input") else 1.0  # the others in float
+        losses.append((student(images) - teacher(images)).square().mean().item())
+        for own in quantizers(student).values():
+            own.drop = 0.0
+    assert losses[1] < losses[0] / 2
+    maskaq.save_pretrained(student, tmp_path / "saved", architecture={"name": "cifar10_vit"})
+    saved = maskaq.from_pretrained(tmp_path / "saved")
+    assert torch.equal(saved(images), student(images))
+
+
 def test_inspect_says_them(capsys):
     given = [word for rule in KINDS["both"] for word in ("--set", rule)]
     assert main(["inspect", "cifar10_vit", "--bits", "w3a3", *given]) == 0
@@ -278,7 +406,7 @@ def test_inspect_says_them(capsys):
 
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
 @pytest.mark.parametrize("bits", ["w3a3", pytest.param("w8a8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", mostly_slow(["log", "head", "both"], "log"))
+@pytest.mark.parametrize("kind", mostly_slow(list(KINDS), "log", "gelu"))
 @pytest.mark.parametrize("build", [tiny_vit, pytest.param(tiny_swin, marks=pytest.mark.slow)])
 def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, kind, bits):
     from maskaq.artifact.export.runtimes import products
@@ -287,13 +415,13 @@ def test_onnx_files_have_the_same_codes_and_multiply_integers(tmp_path, build, k
     found = export(deploy(student), tmp_path / "model.onnx", "onnx", noise(teacher, 5, 1))
     assert found.turned <= 1e-4 * found.codes and found.agreement == 1
     # At 8 bits, heads with unlike zero points have no codes in common.
-    assert (products(tmp_path / "model.onnx").in_float == 0) == (bits == "w3a3" or kind == "log")
+    assert (products(tmp_path / "model.onnx").in_float == 0) == (bits == "w3a3" or kind in ("log", "gelu"))
 
 
 @pytest.mark.skipif(not find_spec("openvino") or not find_spec("onnxruntime"), reason="needs maskaq[openvino]")
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", ["w3a3", "w8a8"])
-@pytest.mark.parametrize("kind", ["log", "head", "both"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [tiny_vit, tiny_swin])
 def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
     teacher, student = pair(small_recipe(f"quantization.bits={bits}", *KINDS[kind]), build)
@@ -302,20 +430,21 @@ def test_openvino_files_have_the_same_codes(tmp_path, build, kind, bits):
 
 
 @pytest.mark.skipif(not find_spec("onnxruntime"), reason="needs maskaq[onnx]")
-@pytest.mark.parametrize("change", ["level", pytest.param("scale of a head", marks=pytest.mark.slow)])
-def test_a_file_with_another_table_or_scale_is_refused(tmp_path, change):
+@pytest.mark.parametrize("change", mostly_slow(["level", "scale of a head", "zero point"], "level"))
+def test_a_file_with_another_table_scale_or_zero_point_is_refused(tmp_path, change):
     from maskaq.artifact.export.onnx import export_onnx
     from maskaq.artifact.export.verify import verify
-    from maskaq.errors import ExportError
 
-    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"]))
+    teacher, student = pair(small_recipe("quantization.bits=w3a3", *KINDS["both"], *GELU))
     model, wrong = deploy(student), deploy(student)
     softmax = wrong.blocks[0].attn.av.a_grid
     if change == "level":
         softmax.levels[3] += 1
+    elif change == "zero point":
+        wrong.blocks[0].mlp.fc2.grid.zero_point += 1
     else:
         softmax.scale[1] *= 1.1
-    with pytest.raises(ExportError, match=r"blocks\.0\.attn\.av\.a_grid|logits differ"):
+    with pytest.raises(ExportError, match=r"blocks\.0\.(attn\.av\.a_grid|mlp\.fc2\.grid)|logits differ"):
         verify(export_onnx(wrong, tmp_path / "model.onnx"), model, noise(teacher, 5, 1))
 
 

@@ -138,7 +138,8 @@ def _quantization(config: dict[str, Any]) -> str:
         "* In float: biases, norms, embeddings, softmax.",
     ]
     if grids := _object(scheme.get("log_activations")).get("grids"):
-        lines.append(f"* Softmax of {len(grids)} attentions on a logarithmic grid: levels are integers from 0 to 255.")
+        what = "of the softmax or behind GELU"
+        lines.append(f"* {len(grids)} activations, {what}, on a logarithmic grid: levels are integers from 0 to 255.")
     if grids := _object(scheme.get("per_head_activations")).get("grids"):
         lines.append(f"* {len(grids)} operands of attention products: one scale and zero point for each head.")
     if scheme.get("rotate"):

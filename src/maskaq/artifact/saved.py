@@ -261,7 +261,7 @@ def _other_grids(model: nn.Module) -> dict[str, Any]:
     grids = {name: module for name, module in model.named_modules() if isinstance(module, FixedGrid)}
     log = [name for name, grid in grids.items() if isinstance(grid, LogGrid)]
     heads = [name for name, grid in grids.items() if grid.scale.dim()]
-    rules = {"levels": "2^bits integers from 0 to 255, rising", "value": "levels[code] * scale"}
+    rules = {"levels": "2^bits integers from 0 to 255, rising", "value": "(levels[code] - zero_point) * scale"}
     return ({"log_activations": rules | {"grids": log}} if log else {}) | (
         {"per_head_activations": {"granularity": "head", "grids": heads}} if heads else {}
     )

@@ -19,7 +19,7 @@ from maskaq.calibrate.stage import GradientFree
 from maskaq.models import geometry, streams_of
 from maskaq.models.structure import Reader
 from maskaq.quant import ranges
-from maskaq.quant.quantizers import Quantizer
+from maskaq.quant.quantizers import Log, Quantizer
 from maskaq.quant.twin import float_inputs, set_activation_ranges_
 
 _VALUES = 1 << 12  # of each channel
@@ -70,11 +70,11 @@ class Reparametrizer(GradientFree):
                 layer.weight_quantizer.set_range(layer.weight, method, self.scheme.percentile)
             if not isinstance(layer.input_quantizer, Quantizer):
                 continue
-            if shifts:
+            if shifts and not isinstance(layer.input_quantizer, Log):
                 layer.input_quantizer._store(scale[None], zero[None])
             else:
                 method = layer.input_quantizer.site.range
-                layer.input_quantizer.set_range(columns.T / ratio, method, self.scheme.percentile)
+                layer.input_quantizer.set_range(columns.T / ratio - shift, method, self.scheme.percentile)
 
 
 def norm_readers(model: nn.Module) -> tuple[list[Reader], str]:

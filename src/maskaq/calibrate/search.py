@@ -2,7 +2,8 @@
 
 A layer's scales are judged by its output and not by its input: an input that no weight reads may be wrong. Weights and
 inputs in turn, three times over; each time the scale is multiplied by candidates, first coarse, then fine around the
-best, and zero points are moved. A grid in equal ratios (`log`) tries all its ratios too.
+best, and zero points are moved. A grid in equal ratios (`log`) keeps its smallest value, as AdaLog does the shift of
+GELU's outputs, and tries all its ratios.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,19 +81,25 @@ def _improve(part: Quantizer, error: Callable[[], Tensor]) -> None:
         best, scale = error(), part.scale.detach().clone()
         found = scale.clone()
         for factor in factors:
-            part.scale.data.copy_(scale * factor)
+            _set_scale(part, scale * factor)
             now = error()
             if len(now) == len(scale):  # each range by its own channels or heads
                 better = now < best
                 found, best = torch.where(better, scale * factor, found), torch.where(better, now, best)
             elif now.mean() < best.mean():
                 found, best = scale * factor, now
-        part.scale.data.copy_(found)
+        _set_scale(part, found)
     for restore, change in _other_settings(part):
         least = error().mean()
         change()
         if not error().mean() < least:
             restore()
+
+
+def _set_scale(part: Quantizer, scale: Tensor) -> None:
+    if isinstance(part, Log):
+        part.zero_point.data.mul_(part.scale.detach() / scale)
+    part.scale.data.copy_(scale)
 
 
 def _other_settings(part: Quantizer) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:

@@ -61,7 +61,7 @@ class FixedGrid(nn.Module):
 
 
 class LogGrid(FixedGrid):
-    """Rounds activations to a logarithmic grid, of a quantizer `log`: levels[code] * scale."""
+    """Rounds activations to a logarithmic grid, of a quantizer `log`: (levels[code] - zero_point) * scale."""
 
     levels: Tensor
 
@@ -70,13 +70,13 @@ class LogGrid(FixedGrid):
         self.register_buffer("levels", torch.arange(1 << bits, dtype=torch.float32))
 
     def codes(self, x: Tensor) -> Tensor:
-        return log_quantize(x, self.scale, self.levels).to(x.dtype)
+        return log_quantize(x, self.scale, self.levels, self.zero_point).to(x.dtype)
 
     def values(self, codes: Tensor) -> Tensor:
-        return log_dequantize(codes.int(), self.scale, self.levels)
+        return log_dequantize(codes.int(), self.scale, self.levels, self.zero_point)
 
     def border(self, codes: Tensor) -> Tensor:
-        return level_borders(self.levels)[codes.int().clamp(max=self.top - 1)]
+        return level_borders(self.levels)[codes.int().clamp(max=self.top - 1)] - self.zero_point
 
 
 class CodedWeight(nn.Module):

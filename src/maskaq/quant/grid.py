@@ -1,6 +1,6 @@
 """Integer grids as pure maths: codes, scales, zero points. value = (code - zero_point) * scale.
 
-A logarithmic grid has levels, integers from 0 to 255, one for each code: value = levels[code] * scale.
+A logarithmic grid has levels, integers from 0 to 255, one for each code: value = (levels[code] - zero_point) * scale.
 """
 
 from typing import Any
@@ -100,7 +100,8 @@ class _FakeQuantize(torch.autograd.Function):
         return inside if ctx.needs_input_grad[0] else None, to_scale, to_zero_point, None, None
 
 
-LARGEST_LEVEL = 255
+LEVEL_BITS = 8
+LARGEST_LEVEL = (1 << LEVEL_BITS) - 1
 """Of a logarithmic grid: a level fits uint8, so that a product with one is a product of 8-bit integers."""
 
 
@@ -121,7 +122,7 @@ def log_levels(bits: int, octaves: float) -> Tensor:
 def level_borders(levels: Tensor) -> Tensor:
     """(2^bits - 1,) borders between neighbouring levels, all halves: rounded to integers, no value lies on one.
 
-    So a code is a function of x / scale rounded to 8 bits: see `level_table`.
+    So a code is a function of x / scale + zero_point rounded to 8 bits: see `level_table`.
     """
     return ((levels[1:] + levels[:-1]) / 2).floor() + 0.5
 
@@ -132,43 +133,49 @@ def level_table(levels: Tensor) -> Tensor:
     return levels[torch.bucketize(integers, level_borders(levels))]
 
 
-def log_quantize(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+def log_quantize(x: Tensor, scale: Tensor, levels: Tensor, zero_point: Tensor | int = 0) -> Tensor:
     """Values -> codes (int32) of the nearest levels."""
-    return torch.bucketize(torch.round(x / scale), level_borders(levels), out_int32=True)
+    return torch.bucketize(torch.round(x / scale) + zero_point, level_borders(levels), out_int32=True)
 
 
-def log_dequantize(codes: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+def log_dequantize(codes: Tensor, scale: Tensor, levels: Tensor, zero_point: Tensor | int = 0) -> Tensor:
     """Codes -> values."""
-    return levels[codes] * scale
+    return (levels[codes] - zero_point) * scale
 
 
-def log_fake_quantize(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
-    """log_dequantize(log_quantize(x)), differentiable in x and scale with LSQ's gradients, as `fake_quantize`."""
-    result: Tensor = _LogFakeQuantize.apply(x, scale, levels)
+def log_fake_quantize(x: Tensor, scale: Tensor, levels: Tensor, zero_point: Tensor | int = 0) -> Tensor:
+    """log_dequantize(log_quantize(x)), differentiable in x, scale and zero point, with LSQ's gradients.
+
+    Zero need not be a level: AdaLog (Wu et al. 2024) shifts GELU's outputs by their minimum, from which levels start.
+    """
+    result: Tensor = _LogFakeQuantize.apply(x, scale, levels, torch.as_tensor(zero_point, device=x.device))
     return result
 
 
 class _LogFakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, levels: Tensor, zero_point: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         steps = (x if x.dtype == wide else x.to(wide)) / scale
-        ctx.save_for_backward(steps, scale, levels)
-        values = levels.to(wide)[torch.bucketize(steps.round(), level_borders(levels), out_int32=True)] * scale
+        ctx.save_for_backward(steps, scale, levels, zero_point)
+        codes = torch.bucketize(steps.round().add_(zero_point), level_borders(levels), out_int32=True)
+        values = levels.to(wide)[codes].sub_(zero_point) * scale
         return values if x.dtype == wide else values.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        steps, scale, levels = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
+        steps, scale, levels, zero_point = ctx.saved_tensors
         if grad.dtype != steps.dtype or grad.stride() != steps.stride():
             grad = torch.empty_like(steps).copy_(grad)
-        rounded = steps.round()
+        rounded = steps.round().add_(zero_point)
         inside = torch.ops.aten.hardtanh_backward(grad, rounded, -0.5, LARGEST_LEVEL + 0.5)
-        to_scale = None
-        if ctx.needs_input_grad[1]:  # grad * (rounding error inside, largest level above)
-            found = levels[torch.bucketize(rounded, level_borders(levels), out_int32=True)]
+        to_scale = to_zero_point = None
+        if ctx.needs_input_grad[1]:  # grad * (rounding error inside, smallest or largest level outside)
+            found = levels[torch.bucketize(rounded, level_borders(levels), out_int32=True)].sub_(zero_point)
             to_scale = _sum_to((found * grad).addcmul_(inside, steps, value=-1), scale)
-        return inside if ctx.needs_input_grad[0] else None, to_scale, None
+        if ctx.needs_input_grad[3]:  # grad * -scale outside
+            to_zero_point = _sum_to((inside - grad).mul_(scale), zero_point)
+        return inside if ctx.needs_input_grad[0] else None, to_scale, None, to_zero_point
 
 
 def _sum_to(x: Tensor, like: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
             "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"
         )
     bits = Bits.parse(scheme.bits)
-    rectified = {f"{name}.fc2" for name in gelu_mlps(teacher)} if scheme.mlp == "relu" else set()
-    if scheme.mlp == "relu" and not rectified:
+    behind_gelu = {f"{name}.fc2.input" for name in gelu_mlps(teacher)} - before.sites.keys()
+    if scheme.mlp == "relu" and not gelu_mlps(teacher):
         raise ModelError("quantization.mlp = relu: this model has no MLP of two layers with a GELU between them")
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():
@@ -106,11 +106,13 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
                 continue  # the image itself is never quantized
             else:
                 signed = module.signed[index] if isinstance(module, Matmul) else True
-                if name in rectified and f"{name}.{slot}" not in before.sites:  # rotated values have both signs
-                    signed = False
+                special = "same"
+                if isinstance(module, Matmul) and not signed:
+                    special = scheme.softmax
+                elif f"{name}.{slot}" in behind_gelu:
+                    special, signed = scheme.gelu, scheme.mlp != "relu"
                 site = Site(f"{name}.{slot}", "activation", bits.activation, signed)
-                is_softmax = isinstance(module, Matmul) and not signed
-                own = scheme.softmax if is_softmax and scheme.softmax != "same" else scheme.activation
+                own = scheme.activation if special == "same" else special
                 site = replace(site, quantizer=own, range=scheme.activation_range)
                 site = replace(site, rotation=before.sites.get(site.name, ""))
             sites[site.name] = _for_target(site, scheme.target)

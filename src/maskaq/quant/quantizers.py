@@ -199,8 +199,10 @@ class LSQ(Quantizer):
             self.register_buffer("zero_point", torch.zeros_like(unset))
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
-        factor = 1.0 / math.sqrt(max(1, values_per_range) * self.high)
-        return grid.learned_grid(self.scale, self.zero_point, self.low, self.high, factor)
+        return grid.learned_grid(self.scale, self.zero_point, self.low, self.high, self._factor(values_per_range))
+
+    def _factor(self, values_per_range: int) -> float:
+        return 1.0 / math.sqrt(max(1, values_per_range) * self.high)
 
 
 @quantizer("static")
@@ -275,10 +277,11 @@ class LSQFree(LSQ):
 
 @quantizer("log")
 class Log(LSQ):
-    """A logarithmic grid for the softmax, with integer levels and a learned scale.
+    """A logarithmic grid for the softmax and for the outputs of GELU, with integer levels and a learned scale.
 
     Levels are integers from 0 to 255 in equal ratios. They are chosen by least squared error with the first range and
-    stay fixed. The learned parameter is the step that LSQ has for the same range, so that both learn at the same rate.
+    stay fixed. A signed site has a learned zero point too, in 8 bits as the levels. The learned parameters are the step
+    and the zero point that LSQ has for the same range, so that both learn at the same rate.
     """
 
     roles = ("activation",)
@@ -286,31 +289,46 @@ class Log(LSQ):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        if site.signed:
-            raise RecipeError(f"quantizer Log cannot serve {site.name}: it is for the softmax (*.av.a), never negative")
+        if site.signed and (site.slot != "input" or site.rotation):
+            raise RecipeError(
+                f"quantizer Log cannot serve {site.name}, negative as often as positive: it is for the softmax "
+                "(*.av.a) and the outputs of GELU (*.fc2.input), unless they are rotated"
+            )
+        if self.symmetric:
+            raise RecipeError(
+                f"quantizer Log cannot serve {site.name}: it needs a zero point there, which quantization.target = "
+                "symmetric forbids; set quantization.gelu to same"
+            )
         self.register_buffer("levels", torch.full((1 << site.bits,), math.nan))
 
     def fake_quantize(self, x: Tensor) -> Tensor:
-        return grid.log_fake_quantize(x, self._grid(x)[0], self.levels)
+        scale, zero_point = self._grid(x)
+        return grid.log_fake_quantize(x, scale, self.levels, zero_point)
 
     def codes(self, x: Tensor) -> Tensor:
         self._check_ready()
-        return grid.log_quantize(x, self._grid(x)[0], self.levels)
+        scale, zero_point = self._grid(x)
+        return grid.log_quantize(x, scale, self.levels, zero_point)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        return grid.log_dequantize(codes, self._grid(codes)[0], self.levels)
+        scale, zero_point = self._grid(codes)
+        return grid.log_dequantize(codes, scale, self.levels, zero_point)
 
     def set_range(
         self, values: Tensor, method: str, percentile: float = 1.0, weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         of_values = None if weights is None else self._rows(weights)
-        levels, tops = ranges.log_grid(self._rows(values), self.site.bits, method, percentile, of_values)
+        signed = self.site.signed
+        levels, low, high = ranges.log_grid(self._rows(values), self.site.bits, method, percentile, of_values, signed)
         self.levels.copy_(levels)
-        self._store(ranges.affine(torch.zeros_like(tops), tops, self.site.bits)[0], torch.zeros_like(tops))
+        scale, _ = ranges.affine(low, high, self.site.bits)
+        self._store(scale, low.abs() / scale)
         self.ready = True
-        return torch.zeros_like(tops), tops
+        return low, high
 
     def _step(self, values_per_range: int) -> tuple[Tensor, Tensor]:
-        """The scale of the levels: the largest level is 255, not the largest code."""
-        scale, zero_point = super()._step(values_per_range)
+        """Scale and zero point of the levels: the largest level is 255, not the largest code."""
+        zero_point = self.zero_point * (grid.LARGEST_LEVEL / self.high)
+        factor = self._factor(values_per_range)
+        scale, zero_point = grid.learned_grid(self.scale, zero_point, 0, grid.LARGEST_LEVEL, factor)
         return scale * (self.high / grid.LARGEST_LEVEL), zero_point

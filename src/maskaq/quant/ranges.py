@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from maskaq.quant.grid import LARGEST_LEVEL, code_range, fake_quantize, log_fake_quantize, log_levels
+from maskaq.quant.grid import LEVEL_BITS, code_range, fake_quantize, log_fake_quantize, log_levels
 
 _SMALLEST_STEP = 1e-12  # for a tensor of zeros: below any relevant value, and far from underflow
 
@@ -173,23 +173,30 @@ OCTAVES = [n / 2 for n in range(2, 17)]  # 255 is eight octaves above 1, the sma
 
 
 def log_grid(
-    values: Tensor, bits: int, method: str, percentile: float, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Levels of a logarithmic grid, and the (C,) value of the largest level for each row of (C, M) values.
+    values: Tensor, bits: int, method: str, percentile: float, weights: Tensor | None = None, signed: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels of a logarithmic grid, and the (C,) values of its ends for each row of (C, M) values.
 
-    `mse` and `relative` search the largest value; with other methods it is the upper end of their range. The levels are
-    those of least squared error, the same for all rows.
+    `mse` and `relative` search the upper end, and the lower end of signed values is the smallest of them; with other
+    methods both ends are those of their range. The levels are those of least squared error, the same for all rows.
     """
     if RANGES[method] is mse:
-        tops = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)
+        lows = values.amin(dim=1)
+        highs = values.amax(dim=1) * torch.linspace(1.0, 0.02, 50, device=values.device)[:, None]  # (S, C)
     else:
-        tops = RANGES[method](values, bits, False, percentile, weights)[1][None]
-    scales = (tops / LARGEST_LEVEL).clamp(min=_SMALLEST_STEP)
+        lows, high = RANGES[method](values, bits, False, percentile, weights)
+        highs = high[None]
+    lows = lows.clamp(max=0.0) if signed else torch.zeros_like(lows)
+    scales, zeros = affine(lows, highs, LEVEL_BITS)
     at_once = _candidates_at_once(values)
     found = []
     for octaves in OCTAVES:
         levels = log_levels(bits, octaves).to(values.device)
-        parts = (log_fake_quantize(values, s[..., None], levels) - values for s in scales.split(at_once))
+        parts = (
+            log_fake_quantize(values, s[..., None], levels, z[..., None]) - values
+            for s, z in zip(scales.split(at_once), zeros.split(at_once), strict=True)
+        )
         least, best = torch.cat([_mean_square(part, weights) for part in parts]).min(dim=0)  # (C,)
-        found.append((least.sum().item(), levels, tops.gather(0, best[None])[0]))
-    return min(found, key=lambda candidate: candidate[0])[1:]
+        found.append((least.sum().item(), levels, highs.gather(0, best[None])[0]))
+    _, levels, tops = min(found, key=lambda candidate: candidate[0])
+    return levels, lows, tops

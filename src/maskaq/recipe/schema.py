@@ -142,6 +142,11 @@ class Quantization(_Table, path="quantization"):
         "same",
         "quantizer of the attention probabilities; same: that of all activations; log: integer levels in equal ratios",
     )
+    gelu: str = setting(
+        "same",
+        "quantizer of the outputs of GELU in MLPs, unless they are rotated; same: that of all activations; log: as for "
+        "the softmax, with a zero point",
+    )
     weight_range: str = setting(
         "minmax",
         "how weight ranges are found; the quantizer minmax clips the weights to this range once, at the start",

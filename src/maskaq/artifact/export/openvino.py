@@ -244,6 +244,7 @@ def _codes(nodes: Mapping[str, Any], name: str, grid: FixedGrid, values: np.ndar
     """The codes of values on a grid."""
     if isinstance(grid, LogGrid):
         steps = values.astype(np.float64) / nodes[f"{name}.dequantize"].input_value(1).get_node().get_data()
+        steps = steps + grid.zero_point.numpy()
     else:
         low, high = (nodes[name].input_value(i).get_node().get_data() for i in (3, 4))
         steps = (values.astype(np.float64) - low) / (high - low) * (_LEVELS - 1)

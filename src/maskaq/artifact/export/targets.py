@@ -46,8 +46,9 @@ def _check_tensorrt(model: nn.Module) -> None:
     """Codes are int8 with a zero point of 0 (weights from -127), one scale for each activation, all of them uniform."""
     for name, part in model.named_modules():
         if isinstance(part, LogGrid):
+            setting = "softmax" if name.endswith(".a_grid") else "gelu"
             raise ExportError(
-                f"{name} has a logarithmic grid, TensorRT uniform ones: quantize with --set quantization.softmax=same"
+                f"{name} has a logarithmic grid, TensorRT uniform ones: quantize with --set quantization.{setting}=same"
             )
         if isinstance(part, FixedGrid) and part.scale.dim():
             raise ExportError(

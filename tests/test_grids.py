@@ -350,6 +350,15 @@ def test_deployed_and_saved_they_give_the_students_outputs(tmp_path, family, kin
     assert ("logarithmic grid" in card) == (kind != "head") and ("for each head" in card) == of_heads
 
 
+def test_models_of_0_3_0_load_as_their_log_grids_are_described_as_then(tmp_path):
+    """The description is compared when a model is loaded."""
+    for kind, value in (("log", "levels[code] * scale"), ("gelu", "(levels[code] - zero_point) * scale")):
+        _, student = pair(small_recipe(*KINDS[kind]))
+        maskaq.save_pretrained(student, tmp_path / kind, architecture={"name": VIT, "args": VIT_ARGS})
+        scheme = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
+        assert scheme["log_activations"]["value"] == value
+
+
 def test_a_model_without_them_says_nothing_of_them(tmp_path):
     _, student = pair(small_recipe())
     maskaq.save_pretrained(student, tmp_path, architecture={"name": VIT, "args": VIT_ARGS})

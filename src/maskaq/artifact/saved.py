@@ -259,10 +259,12 @@ def _scheme(model: nn.Module) -> dict[str, Any]:
 def _other_grids(model: nn.Module) -> dict[str, Any]:
     """The activations whose grid is not uniform or not per tensor; empty if there are none."""
     grids = {name: module for name, module in model.named_modules() if isinstance(module, FixedGrid)}
-    log = [name for name, grid in grids.items() if isinstance(grid, LogGrid)]
+    log = {name: grid for name, grid in grids.items() if isinstance(grid, LogGrid)}
     heads = [name for name, grid in grids.items() if grid.scale.dim()]
-    rules = {"levels": "2^bits integers from 0 to 255, rising", "value": "(levels[code] - zero_point) * scale"}
-    return ({"log_activations": rules | {"grids": log}} if log else {}) | (
+    shifted = any(grid.site is not None and grid.site.signed for grid in log.values())
+    value = "(levels[code] - zero_point) * scale" if shifted else "levels[code] * scale"  # the latter as in 0.3.0
+    rules = {"levels": "2^bits integers from 0 to 255, rising", "value": value}
+    return ({"log_activations": rules | {"grids": list(log)}} if log else {}) | (
         {"per_head_activations": {"granularity": "head", "grids": heads}} if heads else {}
     )
 

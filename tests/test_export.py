@@ -39,6 +39,9 @@ needs_onnx = pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not
 needs_openvino = pytest.mark.skipif(
     bool(missing) or not find_spec("openvino"), reason="openvino not installed (pip install maskaq[openvino])"
 )
+each_format = pytest.mark.parametrize(
+    "format", [pytest.param("onnx", marks=needs_onnx), pytest.param("openvino", marks=needs_openvino), "pt2"]
+)
 if not missing:
     import onnx
     import onnxruntime
@@ -358,10 +361,8 @@ def test_a_file_whose_notes_are_damaged_is_named_and_refused(vit, tmp_path, comm
     assert f"{file} is damaged" in printed and "again" in printed and "Traceback" not in printed
 
 
-@pytest.mark.parametrize("format", ["onnx", "openvino", "pt2"])
+@each_format
 def test_a_file_with_one_bit_of_its_weights_turned_is_named_and_refused(format, tmp_path, capsys):
-    if format != "pt2" and (missing or (format == "openvino" and not find_spec("openvino"))):
-        pytest.skip(f"the packages of {format} are not installed")
     model = deployed()
     file = tmp_path / f"model{SUFFIXES[format]}"
     export(model, file, format, images_for(model, 1))
@@ -588,10 +589,8 @@ def fail():
     raise OSError(errno.ENOSPC, "no space")
 
 
-@pytest.mark.parametrize("format", ["onnx", "openvino", "pt2"])
+@each_format
 def test_a_full_disk_is_reported_of_the_file_that_was_asked_for(format, tmp_path, monkeypatch):
-    if format != "pt2" and (missing or (format == "openvino" and not find_spec("openvino"))):
-        pytest.skip(f"the packages of {format} are not installed")
     model, file = deployed(), tmp_path / f"model{SUFFIXES[format]}"
     real = files._write_new
     monkeypatch.setattr(files, "_write_new", lambda path, data: fail() if path.parent == tmp_path else real(path, data))

@@ -97,6 +97,7 @@ def _improve(part: Quantizer, error: Callable[[], Tensor]) -> None:
 
 
 def _set_scale(part: Quantizer, scale: Tensor) -> None:
+    """Set the scale of a grid; a logarithmic one keeps its smallest value."""
     if isinstance(part, Log):
         part.zero_point.data.mul_(part.scale.detach() / scale)
     part.scale.data.copy_(scale)

@@ -90,8 +90,9 @@ def build_plan(teacher: nn.Module, scheme: Quantization) -> QuantPlan:
             "maskaq.quant.rotation.teacher_of(model, recipe.quantization)"
         )
     bits = Bits.parse(scheme.bits)
-    behind_gelu = {f"{name}.fc2.input" for name in gelu_mlps(teacher)} - before.sites.keys()
-    if scheme.mlp == "relu" and not gelu_mlps(teacher):
+    mlps = gelu_mlps(teacher)
+    behind_gelu = {f"{name}.fc2.input" for name in mlps} - before.sites.keys()  # rotated values have both signs
+    if scheme.mlp == "relu" and not mlps:
         raise ModelError("quantization.mlp = relu: this model has no MLP of two layers with a GELU between them")
     sites: dict[str, Site] = {}
     for name, module in teacher.named_modules():
